@@ -32,7 +32,8 @@ class Content(Protocol):
     def open(self) -> BinaryIO:
         """A new reader of exactly ``size`` bytes (``read``, ``seek``, ``close``, with statement); gaps read as zeros.
 
-        Unbuffered is best: it is asked for large pieces. Its ``read`` raises SourceError when the source changed since it was listed.
+        Unbuffered is best: it is asked for large pieces. Its ``read`` raises SourceError when the source changed since
+        it was listed.
         """
         ...
 
