@@ -1,0 +1,424 @@
+"""Blobs and references in a directory of a local disk file system.
+
+    blobs/sha256/<first two hex>/<64 hex>
+    refs/<name>/_tags/<tag>            the digest of a manifest and a newline
+    lock                               flock of whoever changes names here; holds the list of a publication under way
+
+Blobs are written to files without a name (O_TMPFILE) and get theirs by linkat once they are synced, so that a killed
+process leaves nothing. A publication gives several names (blobs, manifest, reference), which no file system does at
+once: under the lock, its new names are first listed in ``lock``, and whoever takes the lock next removes what a killed
+process left half published.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dsec_linux.files import fsync_dir, link_fd, unnamed_file
+from dsec_store.backends.base import ANY, STREAM_BLOCK, AnyDigest, Backend, BlobWriter, StoredReference
+from dsec_store.digests import check_digest, is_digest
+from dsec_store.errors import (
+    BlobUnknown,
+    DsecError,
+    IntegrityError,
+    ReferenceConflict,
+    ReferenceInvalid,
+    ReferenceUnknown,
+    StoreFull,
+    StoreUnusable,
+)
+from dsec_store.refs import valid_name, valid_tag
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def storing(path: Path | str, what: str) -> Iterator[None]:
+    """Turn the system's refusals while writing below ``path`` into one clear line: StoreFull, StoreUnusable."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StoreFull(
+                f"{what}: no space left on the file system of {path} ({os.strerror(error.errno)})"
+            ) from error
+        raise StoreUnusable(f"{what} in {path}: {error.strerror or error}") from error
+
+
+def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
+    """Write all of it: a disk that becomes full cuts a write short before it refuses one."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+class LocalBlobWriter(BlobWriter):
+    def __init__(self, backend: LocalBackend) -> None:
+        self._backend = backend
+        self._hash = hashlib.sha256()
+        self._size = 0
+        with storing(backend.root, "writing a blob"):
+            self._fd = unnamed_file(str(backend.blob_root))
+
+    def write(self, data: bytes | bytearray | memoryview, /) -> int:
+        self._hash.update(data)
+        with storing(self._backend.root, "writing a blob"):
+            write_all(self._fd, data)
+        self._size += len(data)
+        return len(data)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def digest(self) -> str:
+        return "sha256:" + self._hash.hexdigest()
+
+    def commit(self, expected_digest: str | None = None) -> tuple[str, int]:
+        if expected_digest is not None and expected_digest != self.digest:
+            found, size = self.digest, self._size
+            self.close()
+            raise IntegrityError(f"blob of {size} bytes: found {found}, expected {expected_digest}")
+        self._backend.publish([self])
+        return self.digest, self._size
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class LocalBackend(Backend):
+    """A store in ``root``, which is made when it is missing. Names are changed under one lock; readers take none."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.blob_root = root / "blobs" / "sha256"
+        self.ref_root = root / "refs"
+        self._lock_path = root / "lock"
+        with storing(root, "making the store"):
+            self.blob_root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.ref_root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._recover()
+
+    # Blobs
+
+    def local_path(self, digest: str) -> Path:
+        """Where the blob lies or would lie; raises ReferenceInvalid when it is no digest."""
+        text = check_digest(digest)[7:]
+        return self.blob_root / text[:2] / text
+
+    def _open(self, digest: str) -> int:
+        try:
+            return os.open(self.local_path(digest), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise BlobUnknown(f"no blob {digest} in {self.root}") from None
+
+    def stat(self, digest: str) -> int:
+        try:
+            return self.local_path(digest).stat().st_size
+        except FileNotFoundError:
+            raise BlobUnknown(f"no blob {digest} in {self.root}") from None
+
+    def read(self, digest: str, offset: int = 0, length: int | None = None) -> bytes:
+        return b"".join(self.stream(digest, offset, length))
+
+    def stream(
+        self, digest: str, offset: int = 0, length: int | None = None, block: int = STREAM_BLOCK
+    ) -> Iterator[bytes]:
+        return _BlobStream(self._open(digest), offset, length, block)
+
+    def writer(self) -> BlobWriter:
+        return LocalBlobWriter(self)
+
+    def delete(self, digest: str) -> None:
+        path = self.local_path(digest)
+        with self._lock():
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                raise BlobUnknown(f"no blob {digest} in {self.root}") from None
+            fsync_dir(str(path.parent))
+
+    def blobs(self) -> Iterator[str]:
+        for folder in sorted(self.blob_root.iterdir()):
+            for path in sorted(folder.iterdir()):
+                digest = "sha256:" + path.name
+                if is_digest(digest):
+                    yield digest
+
+    # References
+
+    def _reference_path(self, name: str, tag: str) -> Path:
+        if not valid_name(name):
+            raise ReferenceInvalid(f"not a name: {name!r}")
+        if not valid_tag(tag):
+            raise ReferenceInvalid(f"not a tag: {tag!r}")
+        return self.ref_root / name / "_tags" / tag
+
+    def refs(self, prefix: str = "") -> Iterator[StoredReference]:
+        if prefix and not valid_name(prefix):
+            raise ReferenceInvalid(f"not a name: {prefix!r}")
+        found = []
+        for folder, _, files in os.walk(self.ref_root / prefix):
+            path = Path(folder)
+            if path.name == "_tags":
+                name = str(path.parent.relative_to(self.ref_root))
+                found += [(name, tag) for tag in files]
+        for name, tag in sorted(found):
+            with suppress(ReferenceUnknown):  # removed since
+                yield StoredReference(name, tag, self.get_ref(name, tag))
+
+    def get_ref(self, name: str, tag: str) -> str:
+        path = self._reference_path(name, tag)
+        try:
+            text = path.read_text("ascii", "replace")
+        except (FileNotFoundError, NotADirectoryError):
+            raise ReferenceUnknown(f"no reference {name}:{tag} in {self.root}") from None
+        if not text.endswith("\n") or not is_digest(text[:-1]):
+            raise IntegrityError(f"reference {name}:{tag}: {path} holds {text[:80]!r}, expected a digest")
+        return text[:-1]
+
+    def put_ref(self, name: str, tag: str, digest: str, *, expected: str | AnyDigest | None = ANY) -> None:
+        self.publish([], name, tag, digest, expected=expected)
+
+    def delete_ref(self, name: str, tag: str) -> None:
+        path = self._reference_path(name, tag)
+        with self._lock():
+            try:
+                path.unlink()
+            except (FileNotFoundError, NotADirectoryError):
+                raise ReferenceUnknown(f"no reference {name}:{tag} in {self.root}") from None
+            fsync_dir(str(path.parent))
+            self._prune(path.parent, self.ref_root)
+
+    # Publishing
+
+    def publish(
+        self,
+        blobs: Sequence[BlobWriter],
+        name: str | None = None,
+        tag: str | None = None,
+        digest: str | None = None,
+        *,
+        expected: str | AnyDigest | None = ANY,
+        sync_also: Sequence[int] = (),
+    ) -> None:
+        """All or nothing: sync the blobs, name them, set the reference. sync_also: descriptors to sync in the same
+        go.
+        """
+        reference = None
+        if name is not None and tag is not None and digest is not None:
+            reference = self._reference_path(name, tag)
+            check_digest(digest)
+        with storing(self.root, "publishing"):
+            sync_files([*(blob.fileno() for blob in blobs), *sync_also])
+            with self._lock() as journal:
+                if reference is not None and digest is not None:
+                    self._check_swap(reference, f"{name}:{tag}", digest, [b.digest for b in blobs], expected)
+                self._name(journal, blobs, reference, digest)
+
+    def _check_swap(
+        self, path: Path, text: str, digest: str, new: Sequence[str], expected: str | AnyDigest | None
+    ) -> None:
+        if digest not in new and not self.exists(digest):
+            raise BlobUnknown(f"reference {text}: no blob {digest} in {self.root}")
+        if isinstance(expected, AnyDigest):
+            return
+        try:
+            found: str | None = path.read_text("ascii").strip()
+        except (FileNotFoundError, NotADirectoryError):
+            found = None
+        if found != expected:
+            raise ReferenceConflict(f"reference {text}: holds {found or 'nothing'}, expected {expected or 'nothing'}")
+
+    def _name(self, journal: _Journal, blobs: Sequence[BlobWriter], reference: Path | None, digest: str | None) -> None:
+        fresh = {}
+        for blob in blobs:
+            path = self.local_path(blob.digest)
+            # A blob that is there is kept, unless it is visibly not whole: then the new one heals the store.
+            if path.exists() and path.stat().st_size != blob.size:
+                path.unlink()
+            if not path.exists():
+                fresh[path] = blob
+        journal.begin([blob.digest for blob in fresh.values()], reference, digest)
+        try:
+            folders = set()
+            for path, blob in fresh.items():
+                if not path.parent.is_dir():
+                    path.parent.mkdir(mode=0o700)
+                    folders.add(self.blob_root)
+                folders.add(path.parent)
+                link_fd(blob.fileno(), str(path))
+            # Also of blobs that were there: another process may have named them a moment ago.
+            folders |= {self.local_path(blob.digest).parent for blob in blobs}
+            sync_folders(folders)
+            if reference is not None and digest is not None:
+                self._write_reference(reference, digest)
+        except BaseException:
+            journal.undo()
+            raise
+        journal.end()
+
+    def _write_reference(self, path: Path, digest: str) -> None:
+        made = path.parent
+        folders = {path.parent}
+        while not made.is_dir():
+            made = made.parent
+            folders.add(made)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fresh = self.root / "reference"
+        fresh.unlink(missing_ok=True)
+        fd = unnamed_file(str(self.root))
+        try:
+            os.write(fd, digest.encode() + b"\n")
+            os.fsync(fd)
+            try:
+                link_fd(fd, str(path))
+            except FileExistsError:  # linkat does not replace, rename does
+                link_fd(fd, str(fresh))
+                fresh.rename(path)
+        finally:
+            os.close(fd)
+        sync_folders(folders)
+
+    def _prune(self, folder: Path, top: Path) -> None:
+        """Remove the folders that have become empty, up to ``top``."""
+        while folder != top:
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+            folder = folder.parent
+
+    @contextmanager
+    def _lock(self) -> Iterator[_Journal]:
+        fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            journal = _Journal(self, fd)
+            journal.undo()
+            yield journal
+        finally:
+            os.close(fd)
+
+    def _recover(self) -> None:
+        """Remove what a killed publication left. One that is still under way holds the lock and is left alone."""
+        try:
+            if not self._lock_path.stat().st_size:
+                return
+            fd = os.open(self._lock_path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _Journal(self, fd).undo()
+        except BlockingIOError:
+            return
+        finally:
+            os.close(fd)
+
+
+class _Journal:
+    """The list of names that a publication is about to give, in the lock file; empty when none is under way.
+
+    It is not synced: it protects from a killed process, whose writes the kernel keeps. After a power cut some blobs
+    without a reference may be left, and are collected as such.
+    """
+
+    def __init__(self, backend: LocalBackend, fd: int) -> None:
+        self._backend = backend
+        self._fd = fd
+
+    def begin(self, blobs: Sequence[str], reference: Path | None, digest: str | None) -> None:
+        path = None if reference is None else str(reference.relative_to(self._backend.ref_root))
+        text = json.dumps({"blobs": blobs, "reference": path, "digest": digest})
+        try:
+            written = os.pwrite(self._fd, text.encode(), 0)
+            if written < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        os.ftruncate(self._fd, 0)
+
+    def undo(self) -> None:
+        """Remove the listed blobs, unless the reference was set, which comes last."""
+        size = os.fstat(self._fd).st_size
+        if not size:
+            return
+        with suppress(ValueError, KeyError, TypeError, DsecError):  # cut short: nothing had a name yet
+            entry = json.loads(os.pread(self._fd, size, 0))
+            done = False
+            if entry["reference"] is not None:
+                path = self._backend.ref_root / entry["reference"]
+                done = path.exists() and path.read_text().strip() == entry["digest"]
+                if not done:
+                    self._backend._prune(path.parent, self._backend.ref_root)
+            if not done:
+                for digest in entry["blobs"]:
+                    blob = self._backend.local_path(digest)
+                    blob.unlink(missing_ok=True)
+                    with suppress(OSError):
+                        blob.parent.rmdir()
+        (self._backend.root / "reference").unlink(missing_ok=True)
+        self.end()
+
+
+class _BlobStream(Iterator[bytes]):
+    """Pieces of an open blob. It owns the descriptor, and closes it at the end or when it is dropped before that."""
+
+    def __init__(self, fd: int, offset: int, length: int | None, block: int) -> None:
+        self._fd = fd
+        self._position = offset
+        self._end = os.fstat(fd).st_size if length is None else offset + length
+        self._block = block
+
+    def __next__(self) -> bytes:
+        data = b""
+        if self._fd >= 0 and self._position < self._end:
+            data = os.pread(self._fd, min(self._block, self._end - self._position), self._position)
+        if not data:
+            self.close()
+            raise StopIteration
+        self._position += len(data)
+        return data
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    __del__ = close
+
+
+def sync_files(fds: Sequence[int]) -> None:
+    """fsync all of them at once: the file system's journal then commits them together, in about the time of one."""
+    if len(fds) == 1:
+        os.fsync(fds[0])
+    elif fds:
+        with ThreadPoolExecutor(max_workers=min(8, len(fds))) as pool:
+            list(pool.map(os.fsync, fds))
+
+
+def sync_folders(folders: set[Path]) -> None:
+    fds = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) for folder in sorted(folders)]
+    try:
+        sync_files(fds)
+    finally:
+        for fd in fds:
+            os.close(fd)
