@@ -1,12 +1,14 @@
 """Readahead of mounted file systems: /sys/class/bdi (Documentation/ABI/testing/sysfs-class-bdi)."""
 
-# ruff: noqa: PTH  (pathlib costs more to import than this module)
+# pathlib costs more to import than this module.
+# ruff: noqa: PTH208
 
 from __future__ import annotations
 
 import os
 
 from dsec_linux.errors import from_os_error
+from dsec_linux.files import statx
 
 FOLDER = "/sys/class/bdi"
 
@@ -20,9 +22,10 @@ def names() -> set[str]:
         raise from_os_error(error, "readdir", FOLDER) from error
 
 
-def name_of(device: int) -> str:
-    """The name of the backing device of a file system with a number of its own (FUSE), from a file's st_dev."""
-    return f"{os.major(device)}:{os.minor(device)}"
+def name_of(mount: int) -> str:
+    """The name of the backing device of a FUSE mount, from a descriptor of its root. Asks the server nothing."""
+    info = statx(mount, sync=False)
+    return f"{info.dev_major}:{info.dev_minor}"
 
 
 def read_ahead(name: str) -> int:

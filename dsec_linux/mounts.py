@@ -7,7 +7,8 @@ The kernel refuses several mistakes with an errno and an empty log (its text goe
 the call, so that the error can say what is wrong.
 """
 
-# ruff: noqa: PTH  (pathlib costs more to import than this module)
+# pathlib costs more to import than this module.
+# ruff: noqa: PTH115
 
 from __future__ import annotations
 
@@ -89,8 +90,8 @@ def mount_erofs(source: str, devices: Sequence[str] = ()) -> int:
     """A detached, read-only, nodev mount of a file-backed EROFS image.
 
     ``source`` is the metadata image: a file on ext4, xfs, btrfs and the like, not on tmpfs or overlayfs. ``devices``
-    are the data blobs in the order of its device table; files anywhere, also of a FUSE mount (``/proc/self/fd/N/name`` for
-    a detached one, served by another thread or process). Returns the descriptor of fsmount().
+    are the data blobs in the order of its device table; files anywhere, also of a FUSE mount (``/proc/self/fd/N/name``
+    for a detached one, served by another thread or process). Returns the descriptor of fsmount().
 
     Raises LinuxError; for a wrong number of devices, a device that is shorter than its table entry or not whole blocks,
     and a source on a file system that the kernel does not take, before the call.
