@@ -1,0 +1,280 @@
+"""Fetch missing chunks of a data blob: one fetch per chunk however many readers wait, adjacent misses in one request.
+
+A fetcher belongs to one blob and lives on the node's event loop. Chunks that are asked for wait in a queue until a
+slot of their source is free; the request that then starts takes every waiting chunk that lies next to the first
+one, up to MAX_REQUEST stored bytes. Each chunk is decoded and checked as soon as its bytes have come, kept in the
+cache, and given to whoever waits. What fails is asked for again inside one overall deadline; a chunk whose bytes
+are wrong twice is an error for its readers, never bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+
+from dsec_store.chunks import CHUNK, ZSTD, ChunkTable
+from dsec_store.dataobject import decode_chunk, decode_raw_chunk
+from dsec_store.errors import DsecError, IntegrityError, RegistryError
+from dsec_store.node.cache import CacheEntry
+from dsec_store.node.sources import Source
+from dsec_store.node.stats import LayerStats
+
+MAX_REQUEST = 4 << 20
+"""Bytes of stored chunks that one request asks for at most: large enough to hide a round trip, small enough to share a
+link.
+"""
+DEADLINE = 30.0
+"""Seconds after which the readers of a chunk get EIO."""
+ATTEMPTS_WRONG = 2
+FINAL_STATUS = frozenset({200, 401, 403, 404, 416})
+"""Answers that asking again will not change."""
+
+log = structlog.get_logger("dsec.node")
+
+
+class Slots:
+    """The requests that may be under way to one source, shared by all blobs that come from it."""
+
+    def __init__(self, count: int) -> None:
+        self.free = count
+        self.waiting: list[Fetcher] = []
+
+    def release(self) -> None:
+        self.free += 1
+        while self.free and self.waiting:
+            self.waiting.pop(0).dispatch()
+
+
+class Fetcher:
+    """Chunks of one blob (``digest`` is the data object's) from one source into one cache entry."""
+
+    def __init__(
+        self,
+        *,
+        layer: str,
+        digest: str,
+        table: ChunkTable,
+        source: Source,
+        slots: Slots,
+        cache: CacheEntry | None,
+        stats: LayerStats,
+        executor: ThreadPoolExecutor,
+        deadline: float = DEADLINE,
+    ) -> None:
+        self._layer = layer
+        self._digest = digest
+        self._table = table
+        self._source = source
+        self._slots = slots
+        self._cache = cache
+        self._stats = stats
+        self._executor = executor
+        self._deadline = deadline
+        self._pending: dict[int, asyncio.Future[bytes]] = {}
+        self._queue: dict[int, None] = {}  # in the order of asking
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._scheduled = False
+
+    async def get(self, indexes: Iterable[int]) -> list[bytes]:
+        """The chunks' bytes, in the order of ``indexes``. Raises DsecError for the first that cannot be had."""
+        futures = [self._want(index) for index in indexes]
+        try:
+            return [await asyncio.shield(future) for future in futures]
+        finally:
+            for future in futures:
+                future.add_done_callback(_retrieve)
+
+    def _want(self, index: int) -> asyncio.Future[bytes]:
+        future = self._pending.get(index)
+        if future is None:
+            loop = asyncio.get_running_loop()
+            future = self._pending[index] = loop.create_future()
+            self._queue[index] = None
+            if not self._scheduled:  # after the callbacks that are due now, so that their misses join
+                self._scheduled = True
+                loop.call_soon(self.dispatch)
+        return future
+
+    def dispatch(self) -> None:
+        """Start as many requests as there are free slots and waiting chunks."""
+        self._scheduled = False
+        while self._queue and self._slots.free:
+            run = self._take_run()
+            self._slots.free -= 1
+            task = asyncio.get_running_loop().create_task(self._fetch(run))
+            self._tasks.add(task)
+            task.add_done_callback(self._finished)
+        if self._queue and self not in self._slots.waiting:
+            self._slots.waiting.append(self)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._slots.release()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("fetch failed by a fault of ours", layer=self._layer, error=repr(error))
+
+    def _take_run(self) -> list[int]:
+        first = next(iter(self._queue))
+        run = [first]
+        size = self._table.record(first).length
+        for step in (1, -1):
+            index = first + step
+            while (
+                index in self._queue
+                and size + self._table.record(index).length <= MAX_REQUEST
+                and self._adjacent(index, step)
+            ):
+                size += self._table.record(index).length
+                run.append(index)
+                index += step
+        for index in run:
+            del self._queue[index]
+        return sorted(run)
+
+    def _adjacent(self, index: int, step: int) -> bool:
+        """Whether the chunk's stored bytes touch those of its neighbour on the side of the run."""
+        low = min(index, index - step)
+        before = self._table.record(low)
+        return before.offset + before.length == self._table.record(low + 1).offset
+
+    async def _fetch(self, run: list[int]) -> None:
+        """One run until every chunk has its bytes or its error."""
+        end = time.monotonic() + self._deadline
+        wrong: dict[int, int] = {}
+        failures = 0
+        try:
+            while run:
+                error: DsecError | None = None
+                try:
+                    async with asyncio.timeout(max(end - time.monotonic(), 0.001)):
+                        await self._request(run, wrong)
+                except TimeoutError:
+                    error = RegistryError(f"no answer from {self._source.name} within {self._deadline:g} s")
+                except DsecError as caught:
+                    error = caught
+                except OSError as caught:
+                    error = DsecError(f"cannot read from {self._source.name}: {caught}")
+                run = [index for index in run if index in self._pending]
+                if error is None:
+                    continue
+                failures += 1
+                final = isinstance(error, RegistryError) and error.status in FINAL_STATUS
+                pause = random.uniform(0.5, 1.0) * min(0.1 * 2**failures, 2.0)
+                if final or time.monotonic() + pause >= end:
+                    self._stats.errors += 1
+                    log.error(
+                        "chunks could not be fetched",
+                        layer=self._layer,
+                        chunks=_span(run),
+                        attempts=failures,
+                        reason=str(error),
+                    )
+                    for index in run:
+                        self._fail(index, error)
+                    return
+                log.warning("fetching again", layer=self._layer, chunks=_span(run), attempt=failures, reason=str(error))
+                await asyncio.sleep(pause)
+        finally:
+            for index in run:  # cancelled, or a fault of ours: no reader may wait for ever
+                self._fail(index, DsecError(f"the fetch of chunk {index} of layer {self._layer} was given up"))
+
+    async def _request(self, run: list[int], wrong: dict[int, int]) -> None:
+        """One range request for a part of the run without gaps; settles each chunk as its bytes come."""
+        run = self._without_gaps(run)
+        start, last = self._table.record(run[0]).offset, self._table.record(run[-1])
+        length = last.offset + last.length - start
+        self._stats.requests += 1
+        buffer = bytearray()
+        position = 0
+        loop = asyncio.get_running_loop()
+        settling: list[asyncio.Future[None]] = []
+        stream = self._source.stream(self._digest, start, length)
+        try:
+            async for block in stream:
+                self._stats.bytes_fetched += len(block)
+                buffer += block
+                consumed = 0
+                while position < len(run) and len(buffer) - consumed >= (
+                    size := self._table.record(run[position]).length
+                ):
+                    stored = bytes(memoryview(buffer)[consumed : consumed + size])
+                    consumed += size
+                    settling.append(asyncio.ensure_future(self._settle(loop, run[position], stored, wrong)))
+                    position += 1
+                if consumed:
+                    del buffer[:consumed]
+        finally:
+            if settling:
+                await asyncio.gather(*settling)
+            close: Callable[[], object] | None = getattr(stream, "aclose", None)
+            if close is not None:
+                await close()  # type: ignore[misc]
+
+    def _without_gaps(self, run: list[int]) -> list[int]:
+        for position in range(1, len(run)):
+            if run[position] != run[position - 1] + 1 or not self._adjacent(run[position], 1):
+                return run[:position]
+        return run
+
+    async def _settle(self, loop: asyncio.AbstractEventLoop, index: int, stored: bytes, wrong: dict[int, int]) -> None:
+        try:
+            data = await loop.run_in_executor(self._executor, self._decode, index, stored)
+        except IntegrityError as error:
+            wrong[index] = wrong.get(index, 0) + 1
+            self._stats.wrong_chunks += 1
+            log.warning(
+                "a chunk has wrong bytes", layer=self._layer, chunk=index, source=self._source.name, reason=str(error)
+            )
+            if wrong[index] >= ATTEMPTS_WRONG:
+                self._stats.errors += 1
+                self._fail(index, error)
+            return
+        future = self._pending.pop(index, None)
+        if future is not None and not future.done():
+            future.set_result(data)
+
+    def _decode(self, index: int, stored: bytes) -> bytes:
+        """Runs in a thread: decompress, check, keep."""
+        length = self._table.chunk_size(index)
+        decode = decode_chunk if self._table.encoding == ZSTD else decode_raw_chunk
+        data = decode(stored, length, self._table.record(index).digest)
+        if self._cache is not None and not self._cache.put(index, data):
+            self._stats.not_kept += 1
+        return data
+
+    def _fail(self, index: int, error: DsecError) -> None:
+        self._queue.pop(index, None)
+        future = self._pending.pop(index, None)
+        if future is not None and not future.done():
+            future.set_exception(error)
+
+    async def close(self) -> None:
+        """Cancel what is under way; its readers get an error."""
+        for index in list(self._queue):
+            self._fail(index, DsecError(f"the fetch of chunk {index} of layer {self._layer} was given up"))
+        if self in self._slots.waiting:
+            self._slots.waiting.remove(self)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _retrieve(future: asyncio.Future[bytes]) -> None:
+    if not future.cancelled():
+        future.exception()  # several readers may share one failure; none must be reported as never retrieved
+
+
+def _span(run: list[int]) -> str:
+    return f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}"
+
+
+def chunk_range(offset: int, size: int, data_size: int) -> range:
+    """The chunks that ``size`` bytes from ``offset`` touch in a blob of ``data_size`` bytes."""
+    end = min(offset + size, data_size)
+    return range(offset // CHUNK, (end + CHUNK - 1) // CHUNK) if end > offset else range(0)

@@ -1,0 +1,89 @@
+"""``run/node-fd.sock``: mount requests in, descriptors out.
+
+One request a connection. Threads, not asyncio: a request makes blocking system calls, and a slow registry must not
+hold up the next caller.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+
+from dsec_linux.errors import LinuxError
+from dsec_linux.sockets import peer_credentials, receive_with_fds, send_with_fds
+from dsec_store.errors import DsecError
+from dsec_store.node.core import Node
+from dsec_store.node.protocol import MAX_MESSAGE, MountRequest, encode
+
+THREADS = 16
+REQUEST_SECONDS = 10.0
+"""How long a connected caller may take to say what it wants."""
+
+log = structlog.get_logger("dsec.node")
+
+
+class Handover:
+    """Serves a listening SOCK_SEQPACKET socket until ``close``."""
+
+    def __init__(self, node: Node, listener: socket.socket) -> None:
+        self._node = node
+        self._listener = listener
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="mount")
+        self._thread = threading.Thread(target=self._accept, name="handover", daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            self._pool.submit(self._serve, connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                connection.settimeout(REQUEST_SECONDS)
+                data, fds = receive_with_fds(connection, 0, MAX_MESSAGE)
+                for fd in fds:
+                    os.close(fd)
+                if data:
+                    connection.settimeout(None)
+                    self._answer(connection, data)
+            except OSError as error:
+                log.warning("a caller went away", reason=str(error))
+            except Exception:
+                log.exception("a mount request failed by a fault of ours")
+
+    def _answer(self, connection: socket.socket, data: bytes) -> None:
+        pid, uid, _ = peer_credentials(connection)
+        try:
+            if uid != os.geteuid():
+                raise DsecError(f"user {uid} may not mount; the node belongs to user {os.geteuid()}")
+            request = MountRequest.from_bytes(data)
+            mounted, fd = self._node.mount(request, pid)
+        except (DsecError, LinuxError, OSError) as error:
+            log.warning("mount refused", pid=pid, reason=str(error))
+            send_with_fds(connection, encode({"error": str(error)}), [])
+            return
+        try:
+            send_with_fds(connection, encode(mounted.to_dict()), [fd])
+        except BaseException:
+            self._node.release(mounted.id)  # the caller never got it
+            raise
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Take no more requests; those under way are answered first."""
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._listener.close()
+        self._thread.join()
+        self._pool.shutdown()

@@ -1,0 +1,69 @@
+"""Metadata images on local disk: ``meta/<digest>.erofs``, whole, and verified before a kernel sees them.
+
+A file appears there under its digest only after its bytes matched the digest and passed ``erofs_tools.verify``. Its
+digest is checked once more when a node first uses it, because the kernel trusts what it reads from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from erofs_tools.verify import verify
+
+from dsec_linux.files import link_fd, unnamed_file
+from dsec_store.config import LayerConfig
+from dsec_store.dataobject import decode_metadata
+from dsec_store.digests import digest_bytes
+from dsec_store.errors import IntegrityError, StoreFull
+from dsec_store.home import Home
+from erofs_tools.errors import ErofsError
+
+
+def usable(path: Path, digest: str) -> bool:
+    """Whether the image is there with the right bytes; a damaged one is removed."""
+    try:
+        with open(path, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return False
+    if f"sha256:{found}" == digest:
+        return True
+    path.unlink(missing_ok=True)
+    return False
+
+
+def unpack(home: Home, config: LayerConfig, stored: bytes, what: str) -> Path:
+    """Make ``meta/<digest>.erofs`` from the stored zstd frame. Returns its path.
+
+    Raises IntegrityError when it is not the image that the config names or not one that may be given to a kernel,
+    StoreFull.
+    """
+    try:
+        image = decode_metadata(stored, config.metadata_size, digest_bytes(config.metadata_digest))
+    except IntegrityError as error:
+        raise IntegrityError(f"{what}: {error}") from error
+    path = home.meta_file(config.metadata_digest)
+    try:
+        fd = unnamed_file(str(home.meta))
+        try:
+            view = memoryview(image)
+            while view:
+                view = view[os.write(fd, view) :]
+            verified = verify(f"/proc/self/fd/{fd}", data_size=config.data_size, digest=None)
+            if verified.inodes != config.inodes:
+                raise IntegrityError(
+                    f"{what}: the metadata image has {verified.inodes} inodes; its config says {config.inodes}"
+                )
+            try:
+                link_fd(fd, str(path))
+            except FileExistsError:
+                pass  # another process was as fast, with the same bytes
+        finally:
+            os.close(fd)
+    except ErofsError as error:
+        raise IntegrityError(f"{what}: the metadata image may not be mounted: {error}") from error
+    except OSError as error:
+        raise StoreFull(f"{what}: cannot write its metadata image below {home.meta}: {error.strerror}") from error
+    return path
