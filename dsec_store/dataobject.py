@@ -11,11 +11,18 @@ memory.
 from __future__ import annotations
 
 import hashlib
+import os
+import struct
 import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
 
 import zstandard
 
-from dsec_store.chunks import CHUNK
+from dsec_store.chunks import BLOCK, CHUNK, ZSTD, ChunkRecord, ChunkTable
 from dsec_store.errors import IntegrityError
 
 LEVEL = 3
@@ -23,6 +30,12 @@ LEVEL = 3
 METADATA_MAX = 1 << 30
 """Bytes of the largest metadata image that is decompressed: about eight million inodes."""
 
+ZSTD_NOTE = f"zstd {'.'.join(map(str, zstandard.ZSTD_VERSION))} level {LEVEL}"
+"""What the annotation ``dev.dsec.zstd`` says about objects made here."""
+
+_ZEROS = bytes(CHUNK)
+_SKIPPABLE = 0x184D2A5E
+_SEEKABLE_FOOTER = 0x8F92EAB1
 _FRAME_MAGIC = b"\x28\xb5\x2f\xfd"
 _local = threading.local()
 
@@ -32,6 +45,13 @@ def _decompressor() -> zstandard.ZstdDecompressor:
     found: zstandard.ZstdDecompressor | None = getattr(_local, "decompressor", None)
     if found is None:
         found = _local.decompressor = zstandard.ZstdDecompressor()
+    return found
+
+
+def _compressor() -> zstandard.ZstdCompressor:
+    found: zstandard.ZstdCompressor | None = getattr(_local, "compressor", None)
+    if found is None:
+        found = _local.compressor = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True, write_checksum=False)
     return found
 
 
@@ -89,3 +109,117 @@ def decode_metadata(frame: bytes, expected_size: int, expected_digest: bytes, *,
     if expected_size > cap:
         raise IntegrityError(f"metadata image: {expected_size} bytes, allowed are {cap}")
     return _decode(frame, expected_size, expected_digest, max(cap, CHUNK), "metadata image")
+
+
+def encode_metadata(image: bytes | memoryview) -> bytes:
+    """The metadata image as its one frame, with its size in the header."""
+    return _compressor().compress(image)
+
+
+class Sink(Protocol):
+    def write(self, data: bytes, /) -> int: ...
+
+
+@dataclass(frozen=True)
+class DataStats:
+    """Bytes of the data blob, of the data object, and the number of chunks."""
+
+    data_size: int
+    stored_size: int
+    chunks: int
+
+
+class DataObjectWriter:
+    """Cuts a data blob into chunks, hashes and compresses them in threads, and writes the data object in order.
+
+    out: gets the object; only ``write`` is called, in the caller's thread. raw_out: a descriptor that gets the blob
+    itself, at its offsets (the kernel reads that file in place), or None. threads: hashing and compressing release the
+    interpreter's lock; the bytes do not depend on their number. At most two chunks a thread are under way, which bounds
+    the memory.
+
+    A context manager: leaving it ends the threads. Errors of a thread are raised by a later ``write`` or by ``finish``.
+    """
+
+    def __init__(self, out: Sink, raw_out: int | None = None, threads: int = 2) -> None:
+        self._out = out
+        self._raw_out = raw_out
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="chunks")
+        self._limit = 2 * threads
+        self._pending: deque[Future[tuple[bytes, bytes, bool]]] = deque()
+        self._buffer = bytearray()
+        self._records: list[ChunkRecord] = []
+        self._size = 0
+        self._stored = 0
+
+    def write(self, blocks: bytes | bytearray | memoryview, /) -> int:
+        """Append to the data blob; pieces of any size, a whole number of 4096-byte blocks in the end."""
+        rest = memoryview(blocks)
+        if self._buffer:
+            need = CHUNK - len(self._buffer)
+            self._buffer += rest[:need]
+            rest = rest[need:]
+            if len(self._buffer) == CHUNK:
+                self._submit(bytes(self._buffer))
+                self._buffer.clear()
+        while len(rest) >= CHUNK:
+            self._submit(bytes(rest[:CHUNK]))
+            rest = rest[CHUNK:]
+        self._buffer += rest
+        return len(blocks)
+
+    def finish(self) -> tuple[ChunkTable, DataStats]:
+        """Write what is left and the seek table; returns the chunk table and the sizes."""
+        if len(self._buffer) % BLOCK:
+            raise IntegrityError(
+                f"data blob: ends after {self._size + len(self._buffer)} bytes, expected a multiple of {BLOCK}"
+            )
+        if self._buffer:
+            self._submit(bytes(self._buffer))
+            self._buffer.clear()
+        while self._pending:
+            self._take()
+        table = ChunkTable.build(self._size, ZSTD, self._records)
+        seek_table = self._seek_table(table)
+        self._out.write(seek_table)
+        self.close()
+        return table, DataStats(self._size, self._stored + len(seek_table), len(table))
+
+    def _submit(self, chunk: bytes) -> None:
+        while len(self._pending) >= self._limit:
+            self._take()
+        self._pending.append(self._pool.submit(self._encode, chunk, self._size))
+        self._size += len(chunk)
+
+    def _encode(self, chunk: bytes, offset: int) -> tuple[bytes, bytes, bool]:
+        if self._raw_out is not None:
+            position, rest = offset, memoryview(chunk)
+            while rest:
+                written = os.pwrite(self._raw_out, rest, position)
+                position, rest = position + written, rest[written:]
+        return hashlib.sha256(chunk).digest(), _compressor().compress(chunk), chunk == _ZEROS[: len(chunk)]
+
+    def _take(self) -> None:
+        digest, frame, zero = self._pending.popleft().result()
+        self._out.write(frame)
+        self._records.append(ChunkRecord(digest, self._stored, len(frame), zero))
+        self._stored += len(frame)
+
+    @staticmethod
+    def _seek_table(table: ChunkTable) -> bytes:
+        entries = b"".join(
+            struct.pack("<II", record.length, table.chunk_size(index)) for index, record in enumerate(table)
+        )
+        footer = struct.pack("<IBI", len(table), 0, _SEEKABLE_FOOTER)
+        return struct.pack("<II", _SKIPPABLE, len(entries) + len(footer)) + entries + footer
+
+    def close(self) -> None:
+        """End the threads; what they have not begun is dropped."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> DataObjectWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

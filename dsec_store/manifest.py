@@ -15,7 +15,7 @@ from dsec_store import media
 from dsec_store.canonical import canonical_json, parse_json_object
 from dsec_store.config import LayerConfig
 from dsec_store.digests import digest_bytes, digest_of, is_digest
-from dsec_store.errors import IntegrityError
+from dsec_store.errors import IntegrityError, WrongKind
 
 MANIFEST_MAX = 4 << 20
 """Bytes of the largest manifest that is read; the limit that registries name (distribution-spec 1.1)."""
@@ -259,10 +259,12 @@ class EnvironmentIndex:
 
 
 def parse_manifest(data: bytes) -> LayerManifest | EnvironmentIndex:
-    """Parse whichever of the two it is; raises IntegrityError for anything else, naming what it is."""
+    """Parse whichever of the two it is; raises WrongKind for another artifact, IntegrityError for one that is
+    malformed.
+    """
     kind = parse_json_object(data[: MANIFEST_MAX + 1], "manifest").get("artifactType")
     if kind == media.LAYER:
         return LayerManifest.parse(data)
     if kind == media.ENVIRONMENT:
         return EnvironmentIndex.parse(data)
-    raise IntegrityError(f"manifest: found artifact type {kind!r}, expected a layer or an environment of dsec")
+    raise WrongKind(f"manifest: found artifact type {kind!r}, expected a layer or an environment of dsec")

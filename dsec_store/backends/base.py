@@ -77,7 +77,7 @@ class Backend(ABC):
     def stat(self, digest: str) -> int:
         """Size in bytes."""
 
-    def exists(self, digest: str) -> bool:
+    def has(self, digest: str) -> bool:
         from dsec_store.errors import BlobUnknown
 
         try:

@@ -37,8 +37,6 @@ from dsec_store.errors import (
 )
 from dsec_store.refs import valid_name, valid_tag
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
 
 @contextmanager
 def storing(path: Path | str, what: str) -> Iterator[None]:
@@ -46,11 +44,14 @@ def storing(path: Path | str, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
-            raise StoreFull(
-                f"{what}: no space left on the file system of {path} ({os.strerror(error.errno)})"
-            ) from error
+        raise_full(error, path, what)
         raise StoreUnusable(f"{what} in {path}: {error.strerror or error}") from error
+
+
+def raise_full(error: OSError, path: Path | str, what: str) -> None:
+    """Raise StoreFull when that is what the error says."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        raise StoreFull(f"{what}: no space left on the file system of {path} ({os.strerror(error.errno)})") from error
 
 
 def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
@@ -233,7 +234,7 @@ class LocalBackend(Backend):
     def _check_swap(
         self, path: Path, text: str, digest: str, new: Sequence[str], expected: str | AnyDigest | None
     ) -> None:
-        if digest not in new and not self.exists(digest):
+        if digest not in new and not self.has(digest):
             raise BlobUnknown(f"reference {text}: no blob {digest} in {self.root}")
         if isinstance(expected, AnyDigest):
             return
