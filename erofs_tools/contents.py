@@ -45,7 +45,8 @@ class DataWriter:
 
     def __init__(self, sink: Callable[[bytes], object]) -> None:
         self._sink = sink
-        self._pending = bytearray()
+        self._pending: list[bytes] = []
+        self._held = 0
         self._known: dict[tuple[int, bytes], array[int]] = {}
         self.blocks = 0
         self.shared = 0
@@ -74,8 +75,9 @@ class DataWriter:
 
     def flush(self) -> None:
         if self._pending:
-            self._sink(bytes(self._pending))
+            self._sink(b"".join(self._pending))  # no copy when it is one piece
             self._pending.clear()
+            self._held = 0
 
     def _store(self, entry: Entry, pieces: Iterable[tuple[int, bytes]]) -> array[int]:
         runs: array[int] = array("Q")
@@ -85,13 +87,10 @@ class DataWriter:
             _extend(runs, block, self.blocks, count)
             self.blocks += count
             stored += count
-            if len(data) >= PIECE // 2:
+            if self._held + len(data) > PIECE:
                 self.flush()
-                self._sink(data)
-            else:
-                self._pending += data
-                if len(self._pending) >= PIECE:
-                    self.flush()
+            self._pending.append(data)
+            self._held += len(data)
         if self.blocks >= NO_BLOCK:
             raise SourceError(
                 f"the contents up to here take {self.blocks} blocks; an image holds at most {NO_BLOCK - 1}", entry.path
