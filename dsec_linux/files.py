@@ -261,7 +261,17 @@ def open_beneath(folder: int, path: str | bytes, flags: int = os.O_RDONLY, mode:
 
     openat2(2) with RESOLVE_BENEATH. Raises LinuxError: EXDEV when the path would leave, ELOOP at a magic link.
     """
-    how = ctypes.create_string_buffer(
-        struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, RESOLVE_BENEATH | RESOLVE_NO_MAGICLINKS), 24
-    )
-    return check(syscall(SYS_OPENAT2, folder, encode(path), how, 24), "openat2(RESOLVE_BENEATH)", os.fsdecode(path))
+    return _openat2(folder, path, flags, mode, RESOLVE_BENEATH | RESOLVE_NO_MAGICLINKS, "openat2(RESOLVE_BENEATH)")
+
+
+def open_in_root(folder: int, path: str | bytes, flags: int = os.O_RDONLY, mode: int = 0) -> int:
+    """Open a path as a process whose root is the folder: absolute paths and symlinks start there, ``..`` ends there.
+
+    openat2(2) with RESOLVE_IN_ROOT. Raises LinuxError: ELOOP at a magic link.
+    """
+    return _openat2(folder, path, flags, mode, RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS, "openat2(RESOLVE_IN_ROOT)")
+
+
+def _openat2(folder: int, path: str | bytes, flags: int, mode: int, resolve: int, call: str) -> int:
+    how = ctypes.create_string_buffer(struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, resolve), 24)  # struct open_how
+    return check(syscall(SYS_OPENAT2, folder, encode(path), how, 24), call, os.fsdecode(path))
