@@ -13,10 +13,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO, Protocol
 
-from erofs_tools.errors import SourceError
+from erofs_tools.errors import SourceError, show_path
 
 NAME_MAX = 255
 TARGET_MAX = 4095
+PATH_MAX = 16384
+"""Longer paths than a system call takes do occur, but a path costs memory for each directory on it."""
 
 WHITEOUT_RDEV = 0
 """A character device with this number hides what layers below have under its name (overlayfs)."""
@@ -95,6 +97,8 @@ def check_path(path: bytes) -> None:
         return
     if b"\0" in path:
         raise SourceError("a path with a NUL byte", path)
+    if len(path) > PATH_MAX:
+        raise SourceError(f"a path of {len(path)} bytes; expected at most {PATH_MAX}", path[:NAME_MAX])
     for name in path.split(b"/"):
         if name in (b"", b".", b".."):
             raise SourceError(f"a path with the component {name.decode()!r}; expected plain names below the root", path)
@@ -137,6 +141,10 @@ def parent_of(path: bytes) -> bytes:
     return path.rpartition(b"/")[0]
 
 
+def _sort_key(path: bytes) -> bytes:
+    return path.replace(b"/", b"\0")
+
+
 class Tree:
     """Entries by path. Adding behaves like extracting a tar: the last of equal paths wins."""
 
@@ -175,7 +183,7 @@ class Tree:
         path = entry.path
         check_path(path)
         check_entry(entry)
-        self._make_parents(path)
+        self.make_parents(path)
         if entry.hardlink_to is not None:
             entry = self._checked_link(entry)
         if entry.is_dir and path in self._below:
@@ -208,23 +216,56 @@ class Tree:
         for one in doomed:
             self._forget(one)
 
-    def entries(self) -> Iterator[Entry]:
-        """All entries, the root first, each directory before what it holds, names in byte order."""
-        # NUL is in no name and sorts before every byte of one: "a" < "a/b" < "a-" component by component
-        for path in sorted(self._entries, key=lambda p: p.replace(b"/", b"\0")):
-            yield self._entries[path]
+    def is_directory(self, path: bytes) -> bool:
+        return path in self._below
 
-    def _make_parents(self, path: bytes) -> None:
+    def add_whiteout(self, path: bytes) -> None:
+        """Hide ``path`` of the layers below, as overlayfs does when it is deleted; the attributes are always equal.
+
+        Nobody sees a whiteout's owner or time. Its directory gets the empty ``trusted.overlay.origin``.
+        """
+        self.add(Entry(path, stat.S_IFCHR, rdev=WHITEOUT_RDEV))
+        self._entries[parent_of(path)].xattrs[ORIGIN_XATTR] = ORIGIN_VALUE
+
+    def make_opaque(self, path: bytes) -> None:
+        """Let nothing of the layers below show in a directory that the tree has."""
+        self._entries[path].xattrs[OPAQUE_XATTR] = OPAQUE_VALUE
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries, the root first, each directory before what it holds, names in byte order.
+
+        Of the paths of one inode the first in this order holds it, whichever came first into the tree.
+        """
+        moved: dict[bytes, Entry] = {}
+        for holder, others in self._links.items():
+            if others:
+                self._place_holder(holder, others, moved)
+        # NUL is in no name and sorts before every byte of one: "a" < "a/b" < "a-" component by component
+        for path in sorted(self._entries, key=_sort_key):
+            yield moved.get(path) or self._entries[path]
+
+    def _place_holder(self, holder: bytes, others: Iterable[bytes], moved: dict[bytes, Entry]) -> None:
+        first = min((holder, *others), key=_sort_key)
+        if first == holder:
+            return
+        moved[first] = dataclasses.replace(self._entries[holder], path=first)
+        for path in (holder, *others):
+            if path != first:
+                moved[path] = Entry(path, self._entries[holder].mode, hardlink_to=first)
+
+    def make_parents(self, path: bytes) -> None:
+        """Add the directories above a path that are missing. Raises SourceError when one is something else."""
         missing: list[bytes] = []
-        while path:
-            path = parent_of(path)
-            if path in self._below:
+        above = path
+        while above:
+            above = parent_of(above)
+            if above in self._below:
                 break
-            found = self._entries.get(path)
+            found = self.resolve(above)
             if found is not None:
-                kind = "symbolic link" if found.hardlink_to is None and stat.S_ISLNK(found.mode) else "file"
-                raise SourceError(f"the path goes through a {kind}; expected a directory", path)
-            missing.append(path)
+                kind = "symbolic link" if stat.S_ISLNK(found.mode) else "file"
+                raise SourceError(f"the path goes through the {kind} {show_path(above)}; expected a directory", path)
+            missing.append(above)
         for one in reversed(missing):
             self._entries[one] = Entry(one, stat.S_IFDIR | 0o755)
             self._below[one] = set()
