@@ -178,7 +178,8 @@ class _Builder:
             return
         if target not in self._tree:
             self._early_links[path] = target
-        elif target != path:  # "x links to x" is what GNU tar writes for a file that it was told to add twice
+        elif self._tree.resolve(target) is not self._tree.resolve(path):
+            # (it is for "x links to x", which GNU tar writes for a file that it was told to add twice)
             self._early_links.pop(path, None)
             self._forget_whiteouts_below(path)
             self._tree.add(Entry(path, stat.S_IFREG, hardlink_to=target))

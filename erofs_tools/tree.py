@@ -236,22 +236,24 @@ class Tree:
 
         Of the paths of one inode the first in this order holds it, whichever came first into the tree.
         """
-        moved: dict[bytes, Entry] = {}
-        for holder, others in self._links.items():
-            if others:
-                self._place_holder(holder, others, moved)
+        for holder in list(self._links):
+            self._let_first_hold(holder)
         # NUL is in no name and sorts before every byte of one: "a" < "a/b" < "a-" component by component
         for path in sorted(self._entries, key=_sort_key):
-            yield moved.get(path) or self._entries[path]
+            yield self._entries[path]
 
-    def _place_holder(self, holder: bytes, others: Iterable[bytes], moved: dict[bytes, Entry]) -> None:
-        first = min((holder, *others), key=_sort_key)
+    def _let_first_hold(self, holder: bytes) -> None:
+        """Move an inode to the first of its paths."""
+        paths = [holder, *self._links[holder]]
+        first = min(paths, key=_sort_key)
         if first == holder:
             return
-        moved[first] = dataclasses.replace(self._entries[holder], path=first)
-        for path in (holder, *others):
-            if path != first:
-                moved[path] = Entry(path, self._entries[holder].mode, hardlink_to=first)
+        inode = self._entries[holder]
+        del self._links[holder]
+        self._links[first] = dict.fromkeys(path for path in paths if path != first)
+        self._entries[first] = dataclasses.replace(inode, path=first)
+        for path in self._links[first]:
+            self._entries[path] = Entry(path, inode.mode, hardlink_to=first)
 
     def make_parents(self, path: bytes) -> None:
         """Add the directories above a path that are missing. Raises SourceError when one is something else."""
@@ -275,9 +277,9 @@ class Tree:
         assert entry.hardlink_to is not None
         holder = self.resolve(entry.hardlink_to)
         if holder is None:
-            raise SourceError(f"a hard link to {entry.hardlink_to!r}, which is not there", entry.path)
+            raise SourceError(f"a hard link to {show_path(entry.hardlink_to)}, which is not there", entry.path)
         if holder.is_dir:
-            raise SourceError(f"a hard link to the directory {entry.hardlink_to!r}", entry.path)
+            raise SourceError(f"a hard link to the directory {show_path(entry.hardlink_to)}", entry.path)
         if entry.hardlink_to == entry.path or holder.path == entry.path:
             raise SourceError("a hard link to itself", entry.path)
         if holder.path.startswith(entry.path + b"/"):
