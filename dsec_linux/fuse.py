@@ -111,7 +111,7 @@ class Operations(Protocol):
         """A node's attributes; the root's number is 1. None: no such node (the reader gets ESTALE)."""
 
     def open(self, node: int) -> int:
-        """Open a file: FOPEN_* flags, normally FOPEN_KEEP_CACHE."""
+        """Open a file: FOPEN_* flags, normally FOPEN_KEEP_CACHE. The session adds FOPEN_NOFLUSH."""
 
     def read(self, request: Read) -> None:
         """Answer now or later, from any thread, through ``Session.data`` or ``Session.error``."""
@@ -135,7 +135,7 @@ def open_device() -> int:
 class Session:
     """Serves a mounted /dev/fuse.
 
-    ``fd`` belongs to the session from now on (``close`` closes it); it is made non-blocking. ``log`` gets a line and
+    ``fd`` stays the caller's, to be closed after ``close``; it is made non-blocking. ``log`` gets a line and
     the exception when an operation fails with something else than an OSError, or a reply cannot be written; it may be
     called in any thread.
     """
@@ -150,8 +150,8 @@ class Session:
         # One epoll for all threads: it wakes one of them for a request, and all of them for the end.
         self._epoll = select.epoll()
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll.register(fd, select.EPOLLIN)
         self._epoll.register(self._stop, select.EPOLLIN)
+        self._registered = False
         self._stopped = False
         self._closed = False
         self._users = 0  # threads that serve, and replies being written: the descriptor may not be closed under them
@@ -175,7 +175,10 @@ class Session:
     # --- life ---
 
     def serve(self) -> None:
-        """Take and answer requests until the mount is gone or ``stop`` is called; no operation's error ends it."""
+        """Take and answer requests until the mount is gone or ``stop`` is called; no operation's error ends it.
+
+        The device has been mounted before.
+        """
         if not self._enter():
             return
         try:
@@ -186,6 +189,8 @@ class Session:
                 try:
                     length = os.readv(fd, (buffer,))
                 except BlockingIOError:
+                    if not self._registered:
+                        self._register()
                     poll(-1, 1)
                     continue
                 except OSError as error:
@@ -198,6 +203,14 @@ class Session:
         finally:
             self._leave()
 
+    def _register(self) -> None:
+        # Not before a read has shown that the device is mounted: an unmounted one has no queue to wait on, and epoll
+        # would never look for it again.
+        with self._idle:
+            if not self._registered:
+                self._epoll.register(self.fd, select.EPOLLIN)
+                self._registered = True
+
     def stop(self) -> None:
         """Let every ``serve`` return, after the operation that it is in.
 
@@ -209,11 +222,12 @@ class Session:
                 os.eventfd_write(self._stop, 1)
 
     def close(self, timeout: float = 1.0) -> None:
-        """``stop``, wait for the threads and close /dev/fuse.
+        """``stop``, and wait for the threads and for replies under way; later replies go nowhere.
 
-        Unless someone else holds a copy, readers get an error from now on: EIO, or ENOTCONN for what is opened anew.
+        The caller may close the descriptor then. When that was its last copy, readers get an error (EIO or ENOTCONN;
+        EIO through EROFS).
 
-        Raises TimeoutError, with nothing closed, when an operation takes longer than ``timeout`` seconds to return.
+        Raises TimeoutError, when an operation takes longer than ``timeout`` seconds to return.
         """
         self.stop()
         with self._idle:
@@ -224,7 +238,6 @@ class Session:
             self._closed = True
             self._epoll.close()
             os.close(self._stop)
-            os.close(self.fd)
 
     def wait_ready(self, timeout: float) -> bool:
         """Whether INIT was answered within ``timeout`` seconds."""
@@ -358,7 +371,8 @@ class Session:
     def _open(self, unique: int, node: int, body: memoryview) -> None:
         if struct.unpack_from("=I", body)[0] & os.O_ACCMODE != os.O_RDONLY:
             raise OSError(errno.EROFS, "opened for writing")
-        self.reply(unique, _OPEN_OUT.pack(0, self.operations.open(node), 0))
+        # There is nothing to flush, and a FLUSH that nobody answers would keep whoever closes the file from exiting.
+        self.reply(unique, _OPEN_OUT.pack(0, self.operations.open(node) | FOPEN_NOFLUSH, 0))
 
     def _opendir(self, unique: int, node: int, body: memoryview) -> None:
         self.reply(unique, _OPEN_OUT.pack(0, 0, 0))
