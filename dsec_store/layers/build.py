@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from dsec_linux.files import unnamed_file
 from dsec_store.backends.base import BlobWriter
-from dsec_store.backends.local import raise_full, storing
+from dsec_store.backends.local import EarlySync, raise_full, storing
 from dsec_store.config import LayerConfig, empty_run
 from dsec_store.dataobject import METADATA_MAX, ZSTD_NOTE, DataObjectWriter, encode_metadata
 from dsec_store.errors import DsecError, IntegrityError, WrongKind
@@ -93,15 +93,21 @@ def pack_tree(
             stack.enter_context(store.backend.writer()) for _ in range(5)
         )
         try:
-            with DataObjectWriter(data, raw_fd) as objects, _spool(raw_folder) as image:
+            with (
+                DataObjectWriter(data, raw_fd) as objects,
+                _spool(raw_folder) as image,
+                EarlySync((raw_fd, data.fileno())) as early,
+            ):
 
                 def take(blocks: bytes) -> None:
                     objects.write(blocks)
+                    early.wrote(len(blocks))
                     if progress is not None:
                         progress("data", len(blocks))
 
                 stats = write_image(tree, image, take)
                 table, data_stats = objects.finish()
+                early.finish()
                 image_digest, frame = _compress(image)
         except OSError as error:
             # Reading the source gives SourceErrors, so a full disk is this store's.
@@ -180,7 +186,6 @@ def open_source(
     name.
     """
     from erofs_tools.directory import from_directory
-
     from erofs_tools.tar import from_tar
 
     if source.is_dir():
