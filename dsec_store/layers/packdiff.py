@@ -5,7 +5,7 @@ The work is in the size of the changes; the layers below are named, not read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,3 +67,11 @@ def _with_source(store: LayerStore, layer: EnvironmentLayer) -> EnvironmentLayer
     if layer.source is None:
         raise BlobUnknown(f"layer {layer.manifest_digest}: it is not in {store.backend.root}, and no registry is named")
     return layer
+
+
+def layer_of_mount(store: LayerStore, layer: Mapping[str, Any]) -> EnvironmentLayer:
+    """A layer as the node's answer to a mount names it (``id kind manifest manifest_size source``)."""
+    size = layer.get("manifest_size")
+    if size is None:
+        size = store.backend.stat(layer["manifest"])
+    return EnvironmentLayer(layer["manifest"], size, layer["kind"], layer["id"], layer["source"])
