@@ -64,15 +64,17 @@ class ChunkTable:
         return cls._checked(data_size, encoding, packed, None)
 
     @classmethod
-    def parse(cls, data: bytes, *, root: str | None = None, stored_size: int | None = None) -> ChunkTable:
+    def parse(
+        cls, data: bytes, *, root: str | None = None, data_size: int | None = None, stored_size: int | None = None
+    ) -> ChunkTable:
         """Parse and check a table.
 
-        root: the config's ``data.root`` (``sha256:…``). stored_size: bytes of the data object; no chunk may lie beyond
-        it. Raises IntegrityError with what was found and what was expected.
+        root, data_size: the config's ``data.root`` (``sha256:…``) and ``data.size``. stored_size: bytes of the data
+        object; no chunk may lie beyond it. Raises IntegrityError with what was found and what was expected.
         """
         if len(data) < HEADER_SIZE:
             raise IntegrityError(f"chunk table: found {len(data)} bytes, expected a header of {HEADER_SIZE}")
-        magic, version, chunk_size, data_size, count, encoding, zero = _HEADER.unpack_from(data)
+        magic, version, chunk_size, size, count, encoding, zero = _HEADER.unpack_from(data)
         if magic != MAGIC:
             raise IntegrityError(f"chunk table: found magic {magic!r}, expected {MAGIC!r}")
         if version != VERSION:
@@ -81,15 +83,17 @@ class ChunkTable:
             raise IntegrityError(f"chunk table: found a chunk size of {chunk_size}, expected {CHUNK}")
         if any(zero):
             raise IntegrityError("chunk table: the header's last 28 bytes are not zero")
-        if count != chunk_count(data_size):
+        if data_size is not None and size != data_size:
+            raise IntegrityError(f"chunk table: found {size} bytes of data, expected {data_size}")
+        if count != chunk_count(size):
             raise IntegrityError(
-                f"chunk table: found {count} chunks, expected {chunk_count(data_size)} for {data_size} bytes of data"
+                f"chunk table: found {count} chunks, expected {chunk_count(size)} for {size} bytes of data"
             )
         if len(data) != HEADER_SIZE + count * RECORD_SIZE:
             raise IntegrityError(
                 f"chunk table: found {len(data)} bytes, expected {HEADER_SIZE + count * RECORD_SIZE} for {count} chunks"
             )
-        table = cls._checked(data_size, encoding, bytes(memoryview(data)[HEADER_SIZE:]), stored_size)
+        table = cls._checked(size, encoding, bytes(memoryview(data)[HEADER_SIZE:]), stored_size)
         if root is not None and table.root() != root:
             raise IntegrityError(f"chunk table: found root {table.root()}, expected {root}")
         return table

@@ -130,12 +130,12 @@ class LayerStore:
     def chunk_table(self, layer: Layer) -> ChunkTable:
         """The layer's chunk table, checked against its config and its data object."""
         data = self._read(layer.manifest.chunks.digest)
-        table = ChunkTable.parse(data, root=layer.config.data_root, stored_size=layer.manifest.data.size)
-        if table.data_size != layer.config.data_size:
-            raise IntegrityError(
-                f"layer {layer.id}: the chunk table has {table.data_size} bytes, expected {layer.config.data_size}"
-            )
-        return table
+        return ChunkTable.parse(
+            data,
+            root=layer.config.data_root,
+            data_size=layer.config.data_size,
+            stored_size=layer.manifest.data.size,
+        )
 
     def metadata_image(self, layer: Layer) -> bytes:
         """The layer's EROFS metadata image, uncompressed and checked."""
