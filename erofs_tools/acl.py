@@ -73,7 +73,7 @@ def _parse_entry(item: bytes, path: bytes) -> tuple[tuple[int, int], int]:
     if who:
         number = fields[3] if len(fields) == 4 else who
         if named is None or not number.isdigit():
-            raise _bad(f"{_show(item)} by name; expected a number (tar --numeric-owner writes numbers)", path)
+            raise _bad(f"{_show(item)} by name; expected a number (tar --xattrs keeps it)", path)
         tag, id_ = named, int(number)
         if id_ >= _NO_ID:
             raise _bad(f"the id in {_show(item)}", path)

@@ -27,6 +27,7 @@ class Spool:
     def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
         self._directory, self._name = directory, name
         self._size = 0
+        self._rest = b""
         try:
             with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
                 self.fd = os.dup(file.fileno())
@@ -34,17 +35,17 @@ class Spool:
             raise SourceError(f"cannot make a temporary file in {directory}: {os_error_text(error)}") from error
 
     def write(self, data: bytes) -> None:
-        view = memoryview(data)
-        base = self._size
+        data = self._rest + data
         start = position = 0  # what lies between is data that was not written yet
-        while position < len(data):
-            end = min(position + _HOLE - (base + position) % _HOLE, len(data))
-            if end - position == _HOLE and data.startswith(_ZEROS, position):
-                self._write(view[start:position])
-                self._size += _HOLE
-                start = end
-            position = end
-        self._write(view[start:])
+        with memoryview(data) as view:
+            while position + _HOLE <= len(data):
+                if data.startswith(_ZEROS, position):
+                    self._write(view[start:position])
+                    self._size += _HOLE
+                    start = position + _HOLE
+                position += _HOLE
+            self._write(view[start:position])
+        self._rest = data[position:]  # so that the next piece begins at a multiple of _HOLE again
 
     def _write(self, view: memoryview) -> None:
         while view:
@@ -60,6 +61,7 @@ class Spool:
 
     def finish(self) -> int:
         """The descriptor of the whole file, which the caller closes."""
+        self._write(memoryview(self._rest))
         os.ftruncate(self.fd, self._size)
         fd, self.fd = self.fd, -1
         return fd

@@ -28,6 +28,7 @@ _MAX_SPECIAL = 64 << 20
 
 _SCHILY_XATTR = b"SCHILY.xattr."
 _LIBARCHIVE_XATTR = b"LIBARCHIVE.xattr."
+_ACLS = {b"SCHILY.acl.access": ACCESS_XATTR, b"SCHILY.acl.default": DEFAULT_XATTR}
 _GNU_ESCAPE = re.compile(rb"%(3D|25)")
 _FIELDS = struct.Struct("100s8s8s8s12s12s8sc100s8s32s32s8s8s155s12s")
 
@@ -231,6 +232,7 @@ def _apply_records(member: Member, extensions: _Extensions, size: int, where: st
 def _xattrs(records: dict[bytes, bytes], path: bytes) -> dict[bytes, bytes]:
     xattrs: dict[bytes, bytes] = {}
     others: dict[bytes, bytes] = {}
+    acls: list[bytes] = []
     for key, value in records.items():
         if key.startswith(_SCHILY_XATTR):
             # GNU tar escapes what would end the keyword
@@ -243,14 +245,16 @@ def _xattrs(records: dict[bytes, bytes], path: bytes) -> dict[bytes, bytes]:
             except binascii.Error as error:
                 raise SourceError(f"{key.decode('utf-8', 'backslashreplace')} is not base64: {error}", path) from error
         elif key.startswith(b"SCHILY.acl.") and value:
-            default = key == b"SCHILY.acl.default"
-            if not default and key != b"SCHILY.acl.access":
+            if key not in _ACLS:
                 raise SourceError(f"{key.decode('utf-8', 'backslashreplace')}: only POSIX lists can be kept", path)
-            acl = acl_from_text(value, path, default=default)
-            if acl is not None:
-                others[DEFAULT_XATTR if default else ACCESS_XATTR] = acl
+            acls.append(key)
     for name in others:  # bsdtar writes attributes both ways; the raw bytes are exact
         xattrs.setdefault(name, others[name])
+    for key in acls:
+        if _ACLS[key] not in xattrs:  # tar --xattrs --acls writes both; the text can have names for numbers
+            acl = acl_from_text(records[key], path, default=_ACLS[key] == DEFAULT_XATTR)
+            if acl is not None:
+                xattrs[_ACLS[key]] = acl
     if b"" in xattrs:
         raise SourceError("an extended attribute without a name", path)
     return xattrs

@@ -82,7 +82,7 @@ def place(pairs: Pairs, size: int, data: int, stored: int, where: str) -> list[P
     pieces: list[Piece] = []
     end = used = 0
     for offset, length in pairs:
-        if offset < end or offset + length > size:
+        if offset < end or length < 0 or offset + length > size:
             raise SourceError(
                 f"{where}: a sparse map with {length} bytes at {offset}; expected ascending pieces within {size} bytes"
             )
