@@ -32,7 +32,7 @@ class CgroupLayout:
     """Where the controllers are.
 
     ``kind`` is ``v1``, ``v2`` or ``hybrid`` (version 1 controllers beside a version 2 mount). ``controllers`` maps a
-    name to the folder of its hierarchy; ``hierarchies`` are all version 1 folders, also named ones without a controller;
+    name to the folder of its hierarchy; ``hierarchies`` are all version 1 folders, named ones without a controller too;
     ``unified`` is the folder of version 2, or None.
     """
 
@@ -252,12 +252,12 @@ class Cgroup:
     def kill(self, deadline: float = DEADLINE) -> None:
         """Kill every process in the group and below, forking ones too, and wait until all have ended.
 
-        Raises LinuxError with ETIMEDOUT when some have not within ``deadline`` seconds, and EDEADLK when the caller is
+        Raises LinuxError with ETIMEDOUT when some have not within ``deadline`` seconds, and EBUSY when the caller is
         one of them.
         """
         end = time.monotonic() + deadline
         if os.getpid() in self.processes():
-            raise failure(errno.EDEADLK, "kill", self.name, ["the caller is in the group"])
+            raise failure(errno.EBUSY, "kill", self.name, ["the caller is in the group"])
         if self.version == 2:
             if self.exists():
                 _write(f"{self.path()}/cgroup.kill", "1")
@@ -300,7 +300,7 @@ class Cgroup:
                 os.close(fd)
 
     def _freezer(self, state: str) -> None:
-        """Set the state of a version 1 group; THAWED also of those below (an OCI runtime's pause freezes them itself)."""
+        """Set the state of a version 1 group; THAWED also of those below, which an OCI runtime may have frozen."""
         if "freezer" not in self.layout.controllers:
             return
         for folder in [self.path("freezer")] if state == "FROZEN" else _walk(self.path("freezer")):
@@ -401,7 +401,7 @@ class Cgroup:
     # --- the end ---
 
     def remove(self, deadline: float = DEADLINE) -> None:
-        """Remove the group and all below it from every hierarchy, and the first part of its name where that is empty then.
+        """Remove the group and all below it from every hierarchy, and its name's first part when empty then.
 
         Nothing to do is no error. Raises LinuxError: EBUSY when a process is still in it after ``deadline`` seconds.
         """

@@ -143,15 +143,18 @@ def probe_overlay(image: str, data: str, name: str, folder: str) -> str:
     upper, work = os.path.join(folder, "upper"), os.path.join(folder, "work")
     os.mkdir(upper)
     os.mkdir(work)
-    layer = mounts.mount_erofs(image, [data])
+    layers: list[int] = []
     try:
-        overlay = mounts.mount_overlay([layer, layer], upper, work)
+        for _ in range(2):
+            layers.append(mounts.mount_erofs(image, [data]))
+        overlay = mounts.mount_overlay(layers, upper, work)
     finally:
-        os.close(layer)
+        for layer in layers:
+            os.close(layer)
     try:
         os.unlink(name, dir_fd=overlay)
         os.mkdir("made", dir_fd=overlay)
-        if sorted(os.listdir(overlay)) != ["made"] or sorted(os.listdir(upper)) != ["made", name]:
+        if sorted(os.listdir(overlay)) != ["made"] or sorted(os.listdir(upper)) != sorted(["made", name]):
             raise OSError(errno.EIO, "an overlay of two EROFS layers does not show what was written to it")
     finally:
         os.close(overlay)
