@@ -87,6 +87,11 @@ def test_a_signal_ends_it_cleanly_within_two_seconds(home: Home, number: int) ->
     assert list(LocalBackend(home.store).blobs()) == [digest]
 
 
+def has_open(pid: int, folder: Path) -> bool:
+    links = [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
+    return any(os.readlink(link).startswith(str(folder)) for link in links)
+
+
 def test_a_kill_during_an_upload_leaves_nothing_and_it_starts_again(home: Home) -> None:
     data = os.urandom(1_000_000)
     digest = "sha256:" + hashlib.sha256(data).hexdigest()
@@ -95,13 +100,7 @@ def test_a_kill_during_an_upload_leaves_nothing_and_it_starts_again(home: Home) 
         with socket.create_connection((address, int(port))) as upload:
             upload.sendall(b"POST /v2/a/blobs/uploads/?digest=" + digest.encode() + b" HTTP/1.1\r\nHost: a\r\n")
             upload.sendall(b"Content-Length: 9000000\r\n\r\n" + bytes(4_000_000))
-            open_files = Path(f"/proc/{registry.process.pid}/fd")
-            until(
-                lambda: any(
-                    os.readlink(fd).startswith(str(home.store)) for fd in open_files.iterdir() if fd.is_symlink()
-                ),
-                "the upload to begin",
-            )
+            until(lambda: has_open(registry.process.pid, home.store), "the upload to begin")
             registry.process.kill()
             registry.process.wait()
     assert [path for path in home.store.rglob("*") if path.is_file() and path.name != "lock"] == []
