@@ -301,6 +301,8 @@ class LocalBackend(Backend):
         while folder != top:
             try:
                 folder.rmdir()
+            except FileNotFoundError:  # making the folders failed on the way
+                pass
             except OSError:
                 return
             folder = folder.parent
