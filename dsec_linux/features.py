@@ -154,7 +154,8 @@ def probe_overlay(image: str, data: str, name: str, folder: str) -> str:
     try:
         os.unlink(name, dir_fd=overlay)
         os.mkdir("made", dir_fd=overlay)
-        if sorted(os.listdir(overlay)) != ["made"] or sorted(os.listdir(upper)) != sorted(["made", name]):
+        shown = os.listdir(f"/proc/self/fd/{overlay}")
+        if shown != ["made"] or sorted(os.listdir(upper)) != sorted(["made", name]):
             raise OSError(errno.EIO, "an overlay of two EROFS layers does not show what was written to it")
     finally:
         os.close(overlay)

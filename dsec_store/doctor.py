@@ -173,14 +173,19 @@ def _number(path: str, default: int) -> int:
 
 
 def _groups() -> Iterator[Check]:
-    layout = cgroups.detect()
+    needed_for = "dsec run --memory, --pids; ending a sandbox whole"
+    try:
+        layout = cgroups.detect()
+    except OSError as error:
+        yield Check("cgroups", MISSING, str(error), needed_for, True)
+        return
     wanted = ("memory", "pids", "freezer") if layout.kind != "v2" else ("memory", "pids")
     absent = [name for name in wanted if name not in layout.controllers]
     kinds = {"v1": "v1", "v2": "v2", "hybrid": "v1 with an unused v2 beside it"}
     found = kinds.get(layout.kind, layout.kind)
     if absent:
         found += f", without {', '.join(absent)}"
-    yield Check("cgroups", LIMITED if absent else OK, found, "dsec run --memory, --pids; ending a sandbox whole", False)
+    yield Check("cgroups", LIMITED if absent else OK, found, needed_for, False)
 
 
 def _home(home: Home, place: Path) -> Iterator[Check]:
@@ -203,7 +208,8 @@ def _programs() -> Iterator[Check]:
     yield Check("crun", OK if crun else LIMITED if runc else MISSING, crun or "not found", "dsec run", not runc)
     yield Check("runc", OK if runc else LIMITED, runc or "not found", "dsec run, where there is no crun", False)
     tools = os.environ.get("DSEC_EROFS_UTILS")
-    search = os.pathsep.join(filter(None, [tools and f"{tools}/bin", "build/erofs-utils/bin", os.environ.get("PATH")]))
+    built = Path(__file__).parent.parent / "build" / "erofs-utils" / "bin"  # of tools/erofs-utils, in a checkout
+    search = os.pathsep.join(filter(None, [tools and f"{tools}/bin", str(built), os.environ.get("PATH")]))
     erofs = _version("mkfs.erofs", search)
     recent = erofs and tuple(int(part) for part in erofs.split(".")[:3]) >= (1, 9, 4)
     yield Check(
