@@ -414,6 +414,25 @@ def test_a_killed_server_gives_eio_and_never_zeros(pair: Pair) -> None:
             server.wait()
 
 
+def test_an_abort_through_fusectl_frees_the_reader_at_once(pair: Pair) -> None:
+    files = Files({b"blob": blob_of(pair)})
+    arrived = threading.Event()
+    control = mounts.mount_fusectl()
+    with ThreadPoolExecutor(1) as reader, serving(files) as served:
+        layer = mounts.mount_erofs(pair.meta, [f"{served.root}/blob"])
+        files.on_read = lambda request: arrived.set()  # never answered
+        reading = reader.submit(read_error, f"/proc/self/fd/{layer}/big")
+        assert arrived.wait(10)
+        connection = f"/proc/self/fd/{control}/{bdi.name_of(served.mount).partition(':')[2]}"
+        with open(f"{connection}/waiting") as file:
+            assert int(file.read()) >= 1
+        with open(f"{connection}/abort", "w") as file:
+            file.write("1")
+        assert reading.result(10) == errno.EIO
+        os.close(layer)
+    os.close(control)
+
+
 def test_an_unanswered_request_comes_again_after_notify_resend() -> None:
     """What another process needs to take a session over: no second INIT, and the request with the resend bit."""
     files = Files({b"blob": os.urandom(4096)})
