@@ -83,11 +83,15 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+def _worth_a_line(record: logging.LogRecord) -> bool:
+    # Cutting off requests at the end is wanted; docker and skopeo try TLS before plain HTTP, each time.
+    return not record.getMessage().startswith(("Cancel ", "Invalid HTTP request"))
+
+
 def serve(backend: Backend, sock: socket.socket, ready: Callable[[], None]) -> None:
     """Serve until SIGTERM or SIGINT; returns when everything is closed."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
-    # On every stop that cuts requests off; the cut is wanted and the client has noticed.
-    logging.getLogger("uvicorn.error").addFilter(lambda record: "graceful shutdown exceeded" not in record.getMessage())
+    logging.getLogger("uvicorn.error").addFilter(_worth_a_line)
     server = Server(backend, ready)
 
     async def run() -> None:
