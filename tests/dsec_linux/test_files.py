@@ -187,6 +187,24 @@ def test_a_path_cannot_leave_the_folder_that_it_is_opened_beneath(tmp_path: Path
         os.close(folder)
 
 
+def test_a_path_in_a_root_stays_in_it_as_after_chroot(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (root / "etc").mkdir(parents=True)
+    (root / "etc" / "passwd").write_bytes(b"in")
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "passwd").write_bytes(b"out")
+    (root / "absolute").symlink_to("/etc/passwd")
+    (root / "up").symlink_to("../../etc/passwd")
+    folder = os.open(root, os.O_PATH)
+    try:
+        for path in ("absolute", "up", "/etc/passwd", "../etc/passwd"):
+            fd = files.open_in_root(folder, path)
+            assert os.read(fd, 10) == b"in" and not os.get_inheritable(fd)
+            os.close(fd)
+    finally:
+        os.close(folder)
+
+
 def test_errors_are_pythons_own_too_and_survive_pickling() -> None:
     error = failure(errno.ENOENT, "fsconfig(a=...)", "overlay", ["one", "two"])
     again = pickle.loads(pickle.dumps(error))
