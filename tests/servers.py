@@ -39,7 +39,7 @@ def registry_thread(backend: Backend) -> Iterator[str]:
 
 @dataclass
 class RegistryProcess:
-    """``dsec registry serve`` as it was started; ``host`` is what it printed."""
+    """``dsec registry serve`` as it was started; ``host`` is what it printed. Its stderr is a pipe: it says little."""
 
     process: subprocess.Popen[str]
     host: str
@@ -54,6 +54,7 @@ def registry_process(home: Path, address: str = "127.0.0.1:0") -> Iterator[Regis
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     ) as process:
         assert process.stdout is not None

@@ -85,7 +85,8 @@ class Server(uvicorn.Server):
 
 def _worth_a_line(record: logging.LogRecord) -> bool:
     # Cutting off requests at the end is wanted; docker and skopeo try TLS before plain HTTP, each time.
-    return not record.getMessage().startswith(("Cancel ", "Invalid HTTP request"))
+    cut_off = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
+    return not cut_off and not record.getMessage().startswith(("Cancel ", "Invalid HTTP request"))
 
 
 def serve(backend: Backend, sock: socket.socket, ready: Callable[[], None]) -> None:

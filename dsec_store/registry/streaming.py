@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from starlette.types import Receive, Scope, Send
 from dsec_store.backends.base import Backend
 from dsec_store.errors import BlobUnknown
 from dsec_store.registry.ranges import Unsatisfiable, parse_range
+
+log = logging.getLogger(__name__)
 
 READ_BLOCK = 1 << 20
 """Bytes read and sent at once: a thread's hand-over costs 0.1 ms, which must not count."""
@@ -106,7 +109,8 @@ class BlobResponse(Response):
                 more = sent < part.length
                 if more and not block:
                     # Headers are out: ending the connection early is the only way left to say that it failed.
-                    raise RuntimeError(f"the blob ended after {part.offset + sent} bytes, expected {part.size}")
+                    log.error("a blob ended after %d bytes, expected %d", part.offset + sent, part.size)
+                    return
                 reading = loop.run_in_executor(self._pool, part.read, sent) if more else None
                 await send({"type": "http.response.body", "body": block, "more_body": more})
                 if reading is None:

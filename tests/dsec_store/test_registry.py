@@ -218,6 +218,17 @@ def test_a_client_that_hangs_up_during_a_download_costs_no_descriptor(backend: L
     until(lambda: files(backend).count(path) == 1, "the registry to close the blob")
 
 
+def test_a_blob_that_shrinks_while_it_is_sent_ends_the_connection(backend: LocalBackend, host: str) -> None:
+    digest = put(backend, bytes(64 << 20))
+    with httpx.stream("GET", f"http://{host}/v2/a/blobs/{digest}", trust_env=False) as answer:
+        pieces = answer.iter_raw(1000)
+        next(pieces)
+        os.truncate(backend.local_path(digest), 1 << 20)
+        with pytest.raises(httpx.RemoteProtocolError):
+            sum(map(len, pieces))
+    backend.delete(digest)
+
+
 @pytest.mark.parametrize(
     ("path", "status", "code"),
     [

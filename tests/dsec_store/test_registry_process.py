@@ -84,6 +84,8 @@ def test_a_signal_ends_it_cleanly_within_two_seconds(home: Home, number: int) ->
             registry.process.send_signal(number)
             assert registry.process.wait(10) == 0
             assert time.monotonic() - began < 2
+            assert registry.process.stderr is not None
+            assert registry.process.stderr.read() == ""
     assert list(LocalBackend(home.store).blobs()) == [digest]
 
 
