@@ -182,11 +182,11 @@ def mount_overlay(lowers: Sequence[int], upper: str | None = None, work: str | N
             for key, value in OVERLAY_OPTIONS:
                 mountapi.fsconfig_string(fs, key, value, "overlay")
             for fd in lowers:
-                mountapi.fsconfig_fd(fs, "lowerdir+", fd, "overlay")
+                _set_layer(fs, "lowerdir+", fd, "overlay")
             if held:
                 # By descriptor: overlayfs undoes backslashes in a path that comes as a string.
-                mountapi.fsconfig_fd(fs, "upperdir", held[0], f"overlay with upper {upper}")
-                mountapi.fsconfig_fd(fs, "workdir", held[1], f"overlay with work {work}")
+                _set_layer(fs, "upperdir", held[0], f"overlay with upper {upper}")
+                _set_layer(fs, "workdir", held[1], f"overlay with work {work}")
             mountapi.fsconfig_create(fs, "overlay" if upper is None else f"overlay with upper {upper}")
             attributes = mountapi.MOUNT_ATTR_NODEV | (0 if held else mountapi.MOUNT_ATTR_RDONLY)
             return mountapi.fsmount(fs, attributes, "overlay")
@@ -195,6 +195,16 @@ def mount_overlay(lowers: Sequence[int], upper: str | None = None, work: str | N
     finally:
         for fd in held:
             os.close(fd)
+
+
+def _set_layer(fs: int, key: str, fd: int, subject: str) -> None:
+    """A layer by its descriptor, or by the descriptor's name in /proc where the kernel takes none (before 6.13)."""
+    try:
+        mountapi.fsconfig_fd(fs, key, fd, subject)
+    except LinuxError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        mountapi.fsconfig_string(fs, key, f"/proc/self/fd/{fd}", subject)
 
 
 def _check_lowers(lowers: Sequence[int]) -> None:

@@ -16,7 +16,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import shutil
 import struct
 import threading
 from array import array
@@ -60,20 +59,21 @@ class CacheEntry:
             raise
 
     def _open(self) -> None:
-        if not self._usable():
-            shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._fds: list[int] = []
         try:
-            for name in ("data", "sums", "present"):
+            for name in ("present", "sums", "data"):
                 self._fds.append(os.open(self.folder / name, flags, 0o600))
-            self._data, self._sums, self._present = self._fds
-            fcntl.flock(self._present, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            bits = os.pread(self._present, (len(self._table) + 7) // 8, HEADER.size)
-            self._bits = bytearray(bits.ljust((len(self._table) + 7) // 8, b"\0"))
-            if os.fstat(self._data).st_size != self._table.data_size:
-                os.ftruncate(self._data, self._table.data_size)
+                if name == "present":  # before a look at the rest: another process may have the entry open
+                    fcntl.flock(self._fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._present, self._sums, self._data = self._fds
+            if not self._usable():
+                for fd in self._fds:
+                    os.ftruncate(fd, 0)
+            size = (len(self._table) + 7) // 8
+            self._bits = bytearray(os.pread(self._present, size, HEADER.size).ljust(size, b"\0"))
+            os.ftruncate(self._data, self._table.data_size)
             os.pwrite(self._sums, self._header(SUMS_MAGIC, clean=False), 0)
             os.pwrite(self._present, self._header(PRESENT_MAGIC, clean=False), 0)
             os.fdatasync(self._present)  # from here on a crash is seen
@@ -86,19 +86,17 @@ class CacheEntry:
 
     def _usable(self) -> bool:
         """Whether what lies there was closed cleanly and is of this version, chunk size and data size."""
+        whole = HEADER.size + (len(self._table) + 7) // 8
         try:
-            with open(self.folder / "present", "rb") as file:
-                magic, version, chunk, size, _, clean = HEADER.unpack(file.read(HEADER.size))
-                whole = len(file.read()) == (len(self._table) + 7) // 8
-            with open(self.folder / "sums", "rb") as file:
-                sums = HEADER.unpack(file.read(HEADER.size))
-        except (OSError, struct.error):
+            present = HEADER.unpack(os.pread(self._present, HEADER.size, 0))
+            sums = HEADER.unpack(os.pread(self._sums, HEADER.size, 0))
+        except struct.error:
             return False
         expected = (VERSION, CHUNK, self._table.data_size)
         return (
-            (magic, version, chunk, size) == (PRESENT_MAGIC, *expected)
-            and clean == 1
-            and whole
+            present[:4] == (PRESENT_MAGIC, *expected)
+            and present[5] == 1
+            and os.fstat(self._present).st_size == whole
             and sums[:4] == (SUMS_MAGIC, *expected)
         )
 

@@ -77,8 +77,7 @@ class Node:
         fd = -1
         try:
             layers = self._resolver.resolve(request.layers, request.plain_http)
-            for layer in layers:
-                held.append(self._layers.acquire(layer, request.plain_http))
+            self._layers.acquire_all(layers, request.plain_http, held)
             fd = self._compose(held, request)
             mounted = _describe(request, layers, held, fd)
             write_record(self.home, {**mounted.to_dict(), "owner": request.owner, "upper": request.upper, "pid": pid})

@@ -82,17 +82,17 @@ class FuseExport:
         self._loop = loop
         self._blobs: dict[int, Blob] = {}
         self._names: dict[bytes, int] = {}
-        device = fuse.open_device()
-        self._session = fuse.Session(device, self, _log_failure)
+        self._device = fuse.open_device()
+        self._session = fuse.Session(self._device, self, _log_failure)
         self._threads: list[threading.Thread] = []
         self.mount_fd = -1
         try:
-            self.mount_fd = mount_fuse(device)
+            self.mount_fd = mount_fuse(self._device)
             for number in range(READER_THREADS):
                 thread = threading.Thread(target=self._session.serve, name=f"fuse-{number}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
-            bdi.set_read_ahead(bdi.name_of(os.fstat(self.mount_fd).st_dev), READ_AHEAD_KIB)
+            bdi.set_read_ahead(bdi.name_of(self.mount_fd), READ_AHEAD_KIB)
         except BaseException:
             self.close()
             raise
@@ -121,6 +121,7 @@ class FuseExport:
         self._session.close()
         for thread in self._threads:
             thread.join()
+        os.close(self._device)
 
     # what the session asks, in its threads
 

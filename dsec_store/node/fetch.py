@@ -30,6 +30,8 @@ link.
 """
 DEADLINE = 30.0
 """Seconds after which the readers of a chunk get EIO."""
+HOLD = 5.0
+"""Seconds for which a failure is told again without asking: of a source that is down, and of a chunk that is bad."""
 ATTEMPTS_WRONG = 2
 FINAL_STATUS = frozenset({200, 401, 403, 404, 416})
 """Answers that asking again will not change."""
@@ -38,11 +40,28 @@ log = structlog.get_logger("dsec.node")
 
 
 class Slots:
-    """The requests that may be under way to one source, shared by all blobs that come from it."""
+    """The requests that may be under way to one source, shared by all blobs that come from it.
+
+    A source that did not answer within the deadline is taken for down for ``HOLD`` seconds: the kernel asks again page
+    by page after an error, and each of those reads would otherwise wait for a deadline of its own.
+    """
 
     def __init__(self, count: int) -> None:
         self.free = count
         self.waiting: list[Fetcher] = []
+        self._down: tuple[float, DsecError] | None = None
+
+    def down(self) -> DsecError | None:
+        """Why nothing is asked of the source now, or None."""
+        if self._down is not None and time.monotonic() < self._down[0]:
+            return self._down[1]
+        return None
+
+    def failed(self, error: DsecError) -> None:
+        self._down = (time.monotonic() + HOLD, error)
+
+    def answered(self) -> None:
+        self._down = None
 
     def release(self) -> None:
         self.free += 1
@@ -79,6 +98,7 @@ class Fetcher:
         self._queue: dict[int, None] = {}  # in the order of asking
         self._tasks: set[asyncio.Task[None]] = set()
         self._scheduled = False
+        self._bad: dict[int, tuple[float, DsecError]] = {}
 
     async def get(self, indexes: Iterable[int]) -> list[bytes]:
         """The chunks' bytes, in the order of ``indexes``. Raises DsecError for the first that cannot be had."""
@@ -93,12 +113,24 @@ class Fetcher:
         future = self._pending.get(index)
         if future is None:
             loop = asyncio.get_running_loop()
-            future = self._pending[index] = loop.create_future()
+            future = loop.create_future()
+            if (error := self._known_error(index)) is not None:
+                future.set_exception(error)
+                return future
+            self._pending[index] = future
             self._queue[index] = None
             if not self._scheduled:  # after the callbacks that are due now, so that their misses join
                 self._scheduled = True
                 loop.call_soon(self.dispatch)
         return future
+
+    def _known_error(self, index: int) -> DsecError | None:
+        held = self._bad.get(index)
+        if held is not None:
+            if time.monotonic() < held[0]:
+                return held[1]
+            del self._bad[index]
+        return self._slots.down()
 
     def dispatch(self) -> None:
         """Start as many requests as there are free slots and waiting chunks."""
@@ -174,6 +206,8 @@ class Fetcher:
                         attempts=failures,
                         reason=str(error),
                     )
+                    if isinstance(error, RegistryError) and not final:
+                        self._slots.failed(error)
                     for index in run:
                         self._fail(index, error)
                     return
@@ -234,6 +268,7 @@ class Fetcher:
                 self._stats.errors += 1
                 self._fail(index, error)
             return
+        self._slots.answered()
         future = self._pending.pop(index, None)
         if future is not None and not future.done():
             future.set_result(data)
@@ -248,6 +283,7 @@ class Fetcher:
         return data
 
     def _fail(self, index: int, error: DsecError) -> None:
+        self._bad[index] = (time.monotonic() + HOLD, error)
         self._queue.pop(index, None)
         future = self._pending.pop(index, None)
         if future is not None and not future.done():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import structlog
 
@@ -45,6 +45,11 @@ class MountedLayer:
         self.users = 0
 
 
+def _key(layer: ResolvedLayer) -> tuple[str, str]:
+    """What makes two layers one mount: the same image over the same data, whatever their kinds."""
+    return layer.config.metadata_digest, layer.config.data_root
+
+
 class LayerMounts:
     """All layer mounts of a node. Safe for several request threads; a layer that is being mounted blocks only who
     wants it too.
@@ -63,11 +68,31 @@ class LayerMounts:
         self._bdi_lock = threading.Lock()
         self._slots: dict[str, Slots] = {}
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="decode")
+        self._ahead = ThreadPoolExecutor(8, thread_name_prefix="layers")
         self._retired: list[LayerStats] = []
+
+    def acquire_all(self, layers: list[ResolvedLayer], plain_http: bool, held: list[MountedLayer]) -> None:
+        """Fill ``held`` with the layers' mounts, in order; after an error it holds those that the caller must release.
+
+        Layers that are not mounted yet are prepared side by side: each may wait for a registry.
+        """
+        with self._lock:
+            missing = [layer for layer in layers if _key(layer) not in self._layers]
+        if len(missing) > 1:
+            ahead = [self._ahead.submit(self.acquire, layer, plain_http) for layer in missing]
+            wait(ahead)
+        try:
+            for layer in layers:
+                held.append(self.acquire(layer, plain_http))
+        finally:
+            if len(missing) > 1:
+                for future in ahead:
+                    if future.exception() is None:
+                        self.release(future.result())
 
     def acquire(self, layer: ResolvedLayer, plain_http: bool) -> MountedLayer:
         """The layer's mount, made when it is not there yet; counts one more user. Raises DsecError, LinuxError."""
-        key = (layer.config.metadata_digest, layer.config.data_root)
+        key = _key(layer)
         with self._lock:
             turn = self._building.setdefault(key, threading.Lock())
         with turn:
@@ -199,6 +224,7 @@ class LayerMounts:
     def close_caches(self) -> None:
         """After the session and the fetchers have ended: mark the cache entries as clean."""
         self._executor.shutdown()
+        self._ahead.shutdown()
         for blob in self.blobs():
             if blob.cache is not None:
                 blob.cache.close()

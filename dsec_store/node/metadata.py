@@ -10,8 +10,6 @@ import hashlib
 import os
 from pathlib import Path
 
-from erofs_tools.verify import verify
-
 from dsec_linux.files import link_fd, unnamed_file
 from dsec_store.config import LayerConfig
 from dsec_store.dataobject import decode_metadata
@@ -19,6 +17,7 @@ from dsec_store.digests import digest_bytes
 from dsec_store.errors import IntegrityError, StoreFull
 from dsec_store.home import Home
 from erofs_tools.errors import ErofsError
+from erofs_tools.verify import verify
 
 
 def usable(path: Path, digest: str) -> bool:

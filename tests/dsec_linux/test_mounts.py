@@ -97,7 +97,16 @@ def test_a_long_path_of_image_and_device(pair: Pair, tmp_path: Path) -> None:
     os.close(layer)
 
 
-def test_the_first_lower_is_on_top_and_the_upper_on_top_of_all(make_pair: MakePair, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernel_takes_descriptors", [True, False])
+def test_the_first_lower_is_on_top_and_the_upper_on_top_of_all(
+    make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_takes_descriptors: bool
+) -> None:
+    if not kernel_takes_descriptors:  # what Linux 6.12 answers
+
+        def refuse(fs: int, key: str, fd: int, subject: str) -> None:
+            raise LinuxError(errno.EINVAL, f"fsconfig({key}=fd)", subject)
+
+        monkeypatch.setattr(mountapi, "fsconfig_fd", refuse)
     pairs = [make_pair(name, {"who": name.encode(), f"only-{name}": b""}) for name in ("base", "middle", "top")]
     layers = [mounts.mount_erofs(pair.meta, [pair.blob]) for pair in pairs]
     upper, work = folder(tmp_path / "upper:with,odd\\characters"), folder(tmp_path / "work:x")
