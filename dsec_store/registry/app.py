@@ -211,7 +211,7 @@ class _Registry:
             raise Problem(404, Code.NAME_UNKNOWN, f"no tags of {name}")
         last, count = request.query_params.get("last"), request.query_params.get("n", "")
         tags = [tag for tag in tags if last is None or tag > last]
-        limit = min(int(count), TAGS_MAX) if count.isdecimal() else TAGS_MAX
+        limit = min(int(count), TAGS_MAX) if re.fullmatch(r"[0-9]{1,9}", count) else TAGS_MAX
         headers = dict([API_VERSION])
         if len(tags) > limit:
             tags = tags[:limit]

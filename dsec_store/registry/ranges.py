@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-_SPEC = re.compile(r"(\d*)[ \t]*-[ \t]*(\d*)")
+# 18 digits are more than any size, and fewer than int() refuses to parse.
+_SPEC = re.compile(r"([0-9]{0,18})[ \t]*-[ \t]*([0-9]{0,18})")
+_CONTENT_RANGE = re.compile(r"bytes[ =]([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
 
 
 class Unsatisfiable(Exception):
@@ -42,7 +44,7 @@ def parse_range(header: str | None, size: int) -> tuple[int, int] | None:
 
 def parse_content_range(header: str | None) -> tuple[int, int, int | None] | None:
     """(offset, length, size of the whole or None for ``*``) of a 206's Content-Range, or None when it is not one."""
-    match = re.fullmatch(r"bytes[ =](\d+)-(\d+)/(\d+|\*)", (header or "").strip())
+    match = _CONTENT_RANGE.fullmatch((header or "").strip())
     if match is None or int(match[2]) < int(match[1]):
         return None
     return int(match[1]), int(match[2]) - int(match[1]) + 1, None if match[3] == "*" else int(match[3])
