@@ -25,6 +25,11 @@ CONSOLE = "console.sock"
 _FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _FORKED_NOT_EXECUTED = 0x40  # PF_FORKNOEXEC of linux/sched.h, field 9 of /proc/PID/stat
 
+_SIGNALS = tuple(number for number in range(1, 65) if number not in (9, 19, 32, 33))
+"""All but SIGKILL, SIGSTOP and the C library's own: what we ignore (SIGPIPE, as Python does) would be ignored by
+the command.
+"""
+
 # What the runtimes say when it is the command that cannot be started; the rest is a failure of the sandbox.
 _ABOUT_THE_COMMAND = ("executable file", "open executable", "exec container process", "exec: ", "exec /")
 _MISSING = ("no such file or directory", "not found in $path")
@@ -41,7 +46,13 @@ class OciRuntime:
 
 
 def find_runtime() -> OciRuntime:
-    """crun, else runc, by ``PATH`` and the usual folders. Raises ContainerFailed when there is neither."""
+    """crun, else runc, by ``PATH`` and the usual folders; ``$DSEC_OCI_RUNTIME`` names another program (by its path,
+    and its name says which of the two it is like). Raises ContainerFailed when there is none."""
+    chosen = os.environ.get("DSEC_OCI_RUNTIME")
+    if chosen:
+        if not os.access(chosen, os.X_OK):
+            raise ContainerFailed(f"DSEC_OCI_RUNTIME names {chosen}, which is no program")
+        return OciRuntime(chosen)
     folders = [*os.environ.get("PATH", "").split(":"), *_FOLDERS.split(":")]
     for name in ("crun", "runc"):
         for folder in folders:
@@ -72,7 +83,7 @@ def launch(runtime: OciRuntime, state: str, container: str, *, terminal: bool) -
     ]
     if terminal:
         arguments += ["--console-socket", CONSOLE]
-    child = os.posix_spawn(runtime.path, [*arguments, container], os.environ)
+    child = os.posix_spawn(runtime.path, [*arguments, container], os.environ, setsigdef=_SIGNALS, setsigmask=())
     _, status = os.waitpid(child, 0)
     if status:
         raise failure(_log())

@@ -1,7 +1,7 @@
 """Sandbox ids ``<edge>-<ulid>`` and command ids ``<ulid>`` (formats/dsec.md §10).
 
-A ULID is 48 bits of milliseconds and 80 random ones in Crockford's base 32, here in lower case, so that an id is also a
-host name.
+A ULID is 48 bits of milliseconds and 80 random ones in Crockford's base 32, here in lower case, so that an id is
+also a host name.
 """
 
 from __future__ import annotations

@@ -23,12 +23,14 @@ import os
 import signal
 import socket
 
+from dsec_linux.cgroups import Cgroup
 from dsec_linux.mounts import attach, make_slave, mount_proc, umount
 from dsec_linux.namespaces import CLONE_NEWNS, CLONE_NEWPID, set_pdeathsig, setns, unshare
 from dsec_linux.process import start_time, wait_ended
 from dsec_linux.sockets import receive_with_fds, send_with_fds
 from runtimes.container import OciRuntime, launch, never_executed
 from runtimes.errors import CannotStart
+from runtimes.signals import STOPPING
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,36 +40,49 @@ MONITOR = "monitor"
 """The file in the bundle with the monitor's process number and start time."""
 
 _GO = b"go"
-_CONTROL, _OVERLAY = 3, 4  # descriptors in the monitor, after its stdin, stdout and stderr
+_CONTROL = 3  # descriptor in the monitor, after its stdin, stdout and stderr
 
 
 class Job:
-    """What the monitor does. ``stdio`` are the container's three descriptors (of /dev/null with a terminal),
-    ``overlay`` the detached root file system, ``rootfs`` where it goes, ``bundle`` and ``state`` folders, ``hide``
-    a mount that the runtime must not see or None."""
+    """What the monitor does. ``group`` is the sandbox's group, made with the limits ``memory`` (bytes or None) and
+    ``pids`` (count or None); ``rootfs`` is where the root file system goes; ``bundle`` and ``state`` are folders;
+    ``stdio`` are the container's three descriptors (of /dev/null with a terminal)."""
 
-    __slots__ = ("bundle", "container", "hide", "overlay", "rootfs", "runtime", "state", "stdio", "terminal")
+    __slots__ = (
+        "bundle",
+        "container",
+        "group",
+        "memory",
+        "pids",
+        "rootfs",
+        "runtime",
+        "state",
+        "stdio",
+        "terminal",
+    )
 
     def __init__(
         self,
         *,
         container: str,
         runtime: OciRuntime,
-        overlay: int,
+        group: str,
+        memory: int | None,
+        pids: int | None,
         rootfs: str,
         bundle: str,
         state: str,
-        hide: str | None,
         stdio: tuple[int, int, int],
         terminal: bool,
     ) -> None:
         self.container = container
         self.runtime = runtime
-        self.overlay = overlay
+        self.group = group
+        self.memory = memory
+        self.pids = pids
         self.rootfs = rootfs
         self.bundle = bundle
         self.state = state
-        self.hide = hide
         self.stdio = stdio
         self.terminal = terminal
 
@@ -75,14 +90,17 @@ class Job:
 class Monitor:
     """The supervisor's side. ``pidfd`` is readable once the monitor has ended; ``control`` carries its messages:
 
-    ``{"event": "started"}`` with the pidfd of the container's first process, then ``{"event": "ended", "status": the
-    wait status, "executed": bool}``; or ``{"event": "failed", "message": …, "code": 125, 126 or 127}``.
+    ``{"event": "ready", "layout": [kind, controllers, hierarchies, unified]}`` when the group and the namespaces
+    are made; after ``launch``, ``{"event": "started"}`` with the pidfd of the container's first process; then
+    ``{"event": "ended", "status": the wait status, "executed": bool}``. At any time ``{"event": "failed",
+    "message": …, "code": …}``, with the exit code of ``dsec run``.
     """
 
     def __init__(self, job: Job) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control = ours
         self.pidfd = -1
+        self.ended = False
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             self.pid = _fork_into_new_pid_namespace()
@@ -93,6 +111,10 @@ class Monitor:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             theirs.close()
         send_with_fds(ours, _GO)
+
+    def launch(self, overlay: int) -> None:
+        """Start the container on the detached mount ``overlay``; its bundle is written."""
+        send_with_fds(self.control, _GO, [overlay])
 
     def receive(self) -> tuple[dict[str, Any], list[int]] | None:
         """The next message and its descriptors; None when the monitor has ended."""
@@ -111,10 +133,10 @@ class Monitor:
 
     def wait(self, seconds: float) -> bool:
         """Wait until it, and everything that it started, is gone; whether that was so within the time."""
-        if not wait_ended(self.pidfd, seconds):
-            return False
-        os.waitpid(self.pid, 0)
-        return True
+        if not self.ended and wait_ended(self.pidfd, seconds):
+            os.waitpid(self.pid, 0)
+            self.ended = True
+        return self.ended
 
     def close(self) -> None:
         self.control.close()
@@ -159,8 +181,17 @@ def _run(job: Job, control: socket.socket) -> None:
 
     try:
         os.setsid()  # the terminal's Ctrl-C is the supervisor's business
-        _private_mounts(job)
+        group = Cgroup(job.group)
+        group.create(job.memory, job.pids)
+        layout = group.layout
+        _private_mounts(layout.unified if layout.kind == "hybrid" else None)
         os.chdir(job.bundle)
+        say({"event": "ready", "layout": [layout.kind, layout.controllers, layout.hierarchies, layout.unified]})
+        data, fds = receive_with_fds(control, 1)
+        if not data:
+            return  # the supervisor gave up
+        attach(fds[0], job.rootfs)
+        os.close(fds[0])
         pid = launch(job.runtime, job.state, job.container, terminal=job.terminal)
         _let_go_of_stdio()
         pidfd = os.pidfd_open(pid)
@@ -183,39 +214,32 @@ def _tell_who(job: Job) -> None:
 
 
 def _default_signals() -> None:
-    """Undo what Python and the supervisor set, because programs inherit what is ignored and blocked."""
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        try:
-            signal.signal(number, signal.SIG_DFL)
-        except (OSError, ValueError):
-            continue
+    """Undo what the supervisor set for itself; ``launch`` sees to what programs would inherit."""
     signal.set_wakeup_fd(-1)
+    for number in (*STOPPING, signal.SIGWINCH):
+        signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def _only_descriptors(job: Job, control: socket.socket) -> None:
-    """The container's stdio, the control socket and the overlay as 0 to 4; everything else is closed (the lock of
-    the sandbox among it: it is the supervisor's alone)."""
-    wanted = (*job.stdio, control.fileno(), job.overlay)
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in wanted]
+    """The container's stdio and the control socket as 0 to 3; everything else is closed (the lock of the sandbox
+    among it: it is the supervisor's alone)."""
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in (*job.stdio, control.fileno())]
     for number, fd in enumerate(high):
         os.dup2(fd, number, inheritable=number < _CONTROL)
-    os.closerange(len(wanted), 2**31 - 1)
+    os.closerange(_CONTROL + 1, 2**31 - 1)
 
 
-def _private_mounts(job: Job) -> None:
-    """A mount namespace in which the sandbox is mounted, /proc is that of this pid namespace, and ``hide`` is not
-    there.
-    """
+def _private_mounts(hide: str | None) -> None:
+    """A mount namespace of our own, for the sandbox's mount, in which /proc is that of this pid namespace, and
+    ``hide`` is not there: crun refuses a machine that has cgroup2 beside the older hierarchies."""
     unshare(CLONE_NEWNS)
     make_slave("/")
-    if job.hide is not None:
-        umount(job.hide, detach=True)
+    if hide is not None:
+        umount(hide, detach=True)
     proc = mount_proc()
     attach(proc, "/proc")
     os.close(proc)
-    attach(_OVERLAY, job.rootfs)
-    os.close(_OVERLAY)
 
 
 def _let_go_of_stdio() -> None:

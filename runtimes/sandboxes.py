@@ -24,6 +24,7 @@ import json
 import os
 from contextlib import contextmanager
 
+from dsec_linux.mounts import mountinfo, umount
 from dsec_linux.process import SIGKILL, SIGTERM, pidfd_send_signal, start_time, wait_ended
 from runtimes.errors import NameInUse, RuntimesError, SandboxBusy, SandboxUnknown
 from runtimes.ids import is_sandbox_id, sandbox_id
@@ -144,10 +145,14 @@ def open_finished(home: Home, name: str) -> Iterator[FinishedSandbox]:
     from pathlib import Path
 
     id = find(home, name)
-    lock = _claim(home, id)
+    lock = claim(home, id)
     if lock is None:
         raise SandboxBusy(f"sandbox {name} runs, or another command works on it; it must have ended")
     try:
+        config = read_config(home, id)
+        if _is_mounted(config):
+            target = config["mount"]["target"]
+            raise SandboxBusy(f"sandbox {name} is mounted at {target}; dsec umount {target} ends it")
         if not os.path.exists(home.sandbox(id) / ENDED):
             raise SandboxUnknown(f"sandbox {name} was not kept: it died and was not cleaned up yet")
         yield FinishedSandbox(id, Path(home.sandbox(id) / "upper"), list(_read(home, id, CONFIG).get("layers", [])))
@@ -164,7 +169,7 @@ def listing(home: Home) -> list[dict[str, Any]]:
     found = []
     for id in sorted(_ids(home), key=lambda each: each.rpartition("-")[2]):
         config, ended = _read(home, id, CONFIG), _read(home, id, ENDED)
-        running = not ended and _is_locked(home, id)
+        running = not ended and (_is_locked(home, id) or _is_mounted(config))
         if not config or not (running or ended):
             continue  # being made or removed just now
         found.append(
@@ -188,13 +193,19 @@ def remove(home: Home, name: str, *, force: bool = False) -> str:
     ``force``.
     """
     id = find(home, name)
-    lock = _claim(home, id)
+    lock = claim(home, id)
     if lock is None and force:
         _end_supervisor(home, id)
-        lock = _claim(home, id)
+        lock = claim(home, id)
     if lock is None:
         raise SandboxBusy(f"sandbox {name} runs, or another command works on it; dsec rm --force kills it")
     try:
+        config = read_config(home, id)
+        if _is_mounted(config):
+            target = config["mount"]["target"]
+            if not force:
+                raise SandboxBusy(f"sandbox {name} is mounted at {target}; dsec umount it, or dsec rm --force")
+            umount(target)
         _release_what_it_held(home, id)
         remove_tree(os.fspath(home.sandbox(id)))
     finally:
@@ -212,13 +223,13 @@ def reap_stale(home: Home) -> list[str]:
     reaped = []
     for id in _ids(home):
         path = os.fspath(home.sandbox(id))
-        if os.path.exists(f"{path}/{ENDED}") or _is_locked(home, id):
+        if os.path.exists(f"{path}/{ENDED}") or _is_locked(home, id) or _is_mounted(read_config(home, id)):
             continue
-        lock = _claim(home, id)
+        lock = claim(home, id)
         if lock is None:
             continue
         try:
-            if os.path.exists(f"{path}/{ENDED}") or not os.path.isdir(path):
+            if os.path.exists(f"{path}/{ENDED}") or not os.path.isdir(path) or _is_mounted(read_config(home, id)):
                 continue
             _release_what_it_held(home, id)
             config = _read(home, id, CONFIG)
@@ -247,10 +258,15 @@ def remove_group_and_state(home: Home, id: str, group: Cgroup | None = None) -> 
     """Kill what is left in the sandbox's groups, remove them and the OCI runtime's state folder."""
     from dsec_linux.cgroups import Cgroup
 
-    group = group or Cgroup(f"dsec/{id}")
+    group = group or Cgroup(group_name(id))
     group.kill()
     group.remove()
     remove_tree(f"{runtime_state(home)}/{id}")
+
+
+def group_name(id: str) -> str:
+    """The sandbox's group, in every hierarchy: it has the limits, and the container's own group is ``c`` below it."""
+    return f"dsec/{id}"
 
 
 def runtime_state(home: Home) -> str:
@@ -346,7 +362,7 @@ def _take(path: str) -> int | None:
             return None
 
 
-def _claim(home: Home, id: str) -> int | None:
+def claim(home: Home, id: str) -> int | None:
     """The lock of a sandbox whose owner is gone, None when there is an owner or no sandbox any more."""
     with _guard(home):
         try:
@@ -368,6 +384,20 @@ def _is_locked(home: Home, id: str) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def _is_mounted(config: dict[str, Any]) -> bool:
+    """Whether this is a writable mount (``dsec mount --rw``) that is still in the mount table."""
+    mount = config.get("mount")
+    if not mount:
+        return False
+    found = [each for each in mountinfo() if each.target == mount.get("target")]
+    return bool(found) and found[-1].major_minor == mount.get("device")
+
+
+def read_config(home: Home, id: str) -> dict[str, Any]:
+    """A sandbox's config.json; empty when there is none (yet, or any more)."""
+    return _read(home, id, CONFIG)
 
 
 def _ids(home: Home) -> list[str]:

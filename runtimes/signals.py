@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import contextmanager
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -50,6 +52,15 @@ class Signals:
         if self.interrupting:
             self.interrupting = False  # once: what follows is the clean-up
             raise Stopped(number)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Do not interrupt what is inside; Stopped is raised after it."""
+        self.hold()
+        yield
+        self.interrupting = True
+        if self.received:
+            self.hold()
 
     def hold(self) -> None:
         """From now on signals do not interrupt. Raises Stopped for one that came before."""

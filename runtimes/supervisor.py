@@ -20,7 +20,7 @@ import os
 import select
 import time
 
-from dsec_linux.cgroups import Cgroup
+from dsec_linux.cgroups import Cgroup, CgroupLayout
 from dsec_linux.process import pidfd_send_signal
 from dsec_store.errors import DsecError
 from dsec_store.node.client import NodeClient
@@ -32,7 +32,15 @@ from runtimes.monitor import Job, Monitor
 from runtimes.oci import Process, bundle_config
 from runtimes.records import CommandRecord, now, write_json
 from runtimes.rootfs import make_missing, make_workdir, plan
-from runtimes.sandboxes import DEATH_SECONDS, Sandbox, create, reap_stale, remove_group_and_state, runtime_state
+from runtimes.sandboxes import (
+    DEATH_SECONDS,
+    Sandbox,
+    create,
+    group_name,
+    reap_stale,
+    remove_group_and_state,
+    runtime_state,
+)
 from runtimes.seccomp_bpf import ANNOTATION, filter_text
 from runtimes.settings import RunOptions, command_line, environment
 from runtimes.signals import Signals, Stopped
@@ -139,50 +147,61 @@ class _Run:
     # --- before ---
 
     def set_up(self, connect: Callable[[Home], Node]) -> None:
-        """Everything up to the start of the monitor."""
+        """Everything up to the start of the container. The monitor makes groups and namespaces while the node
+        mounts.
+        """
         options = self.options
-        self._runtime = find_runtime()
+        runtime = self._runtime = find_runtime()
         refs = [options.base, *options.workspaces, *options.toolkits]
         config = {"name": options.name, "keep": options.keep, "refs": refs, "command": options.argv}
-        sandbox = self._sandbox = create(self.home, config)
-        self.record.sandbox = sandbox.id
+        with self._signals.deferred():
+            sandbox = self._sandbox = create(self.home, config)
+            self.record.sandbox = sandbox.id
+            os.makedirs(runtime_state(self.home), mode=0o700, exist_ok=True)
+            self._monitor = Monitor(
+                Job(
+                    container=sandbox.id,
+                    runtime=runtime,
+                    group=group_name(sandbox.id),
+                    memory=options.memory,
+                    pids=options.pids or None,
+                    rootfs=sandbox.folder("rootfs"),
+                    bundle=sandbox.folder("bundle"),
+                    state=runtime_state(self.home),
+                    stdio=self._connect_stdio(sandbox),
+                    terminal=options.terminal,
+                )
+            )
+            self._close_descriptors()  # the monitor has them
         self._node = connect(self.home)
         layers = [LayerArg(options.base, "base")]
         layers += [LayerArg(reference, "workspace") for reference in options.workspaces]
         layers += [LayerArg(reference, "toolkit") for reference in options.toolkits]
-        mounted, overlay = self._node.mount(
-            MountRequest(
-                sandbox.id,
-                layers,
-                sandbox.folder("upper"),
-                sandbox.folder("work"),
-                {"sandbox": sandbox.id},
-                options.plain_http,
-            )
-        )
+        upper, work, owner = sandbox.folder("upper"), sandbox.folder("work"), {"sandbox": sandbox.id}
+        request = MountRequest(sandbox.id, layers, upper, work, owner, options.plain_http)
+        mounted, overlay = self._node.mount(request)
         self._to_close.append(overlay)
         self._write_bundle(sandbox, mounted, overlay)
-        group = self._group = Cgroup(f"dsec/{sandbox.id}")
-        group.create(options.memory, options.pids or None)
-        if "memory" in group.layout.controllers:
-            group.oom_watch()
-        job = Job(
-            container=sandbox.id,
-            runtime=self._runtime,
-            overlay=overlay,
-            rootfs=sandbox.folder("rootfs"),
-            bundle=sandbox.folder("bundle"),
-            state=runtime_state(self.home),
-            hide=group.layout.unified if group.layout.kind == "hybrid" else None,
-            stdio=self._connect_stdio(sandbox),
-            terminal=options.terminal,
-        )
+        self._await_monitor()
         self._signals.hold()
         self.record.started_at = now()
         if options.timeout is not None:
             self._deadline = time.monotonic() + options.timeout
-        self._monitor = Monitor(job)
-        self._close_descriptors()  # the monitor has them
+        self._monitor.launch(overlay)
+        self._close_descriptors()
+
+    def _await_monitor(self) -> None:
+        """Wait until the sandbox's group is made, and watch it run out of memory."""
+        assert self._monitor is not None and self._sandbox is not None
+        received = self._monitor.receive()
+        if received is None:
+            raise ContainerFailed("the sandbox's monitor was killed")
+        message = received[0]
+        if message["event"] == "failed":
+            raise ContainerFailed(f"the sandbox could not be set up: {message['message']}")
+        group = self._group = Cgroup(group_name(self._sandbox.id), CgroupLayout(*message["layout"]))
+        if "memory" in group.layout.controllers:
+            group.oom_watch()
 
     def _write_bundle(self, sandbox: Sandbox, mounted: Mounted, root: int) -> None:
         """Settle who runs what and where by the image and the options; prepare the root file system; write the OCI
@@ -206,7 +225,7 @@ class _Run:
             process,
             rootfs=sandbox.folder("rootfs"),
             hostname=sandbox.id,
-            cgroup=f"/dsec/{sandbox.id}/c",
+            cgroup=f"/{group_name(sandbox.id)}/c",
             host_network=host_network,
             binds=layout.binds,
         )
@@ -217,7 +236,6 @@ class _Run:
             assert isinstance(linux, dict)
             del linux["seccomp"]
         write_json(f"{sandbox.folder('bundle')}/config.json", config)
-        os.makedirs(runtime_state(self.home), mode=0o700, exist_ok=True)
 
     def _connect_stdio(self, sandbox: Sandbox) -> tuple[int, int, int]:
         """Make the pipes, or the socket that a terminal comes over; the container's three descriptors."""
@@ -480,17 +498,11 @@ class _Run:
                 self._message = f"the sandbox could not be cleaned up: {error}"
 
     def _end_processes(self) -> None:
-        monitor, self._monitor = self._monitor, None
-        if monitor is None:
+        if self._monitor is None:
             return
-        try:
-            monitor.kill()
-            if not monitor.wait(DEATH_SECONDS):
-                raise RuntimesError("its processes were killed and are still there: they wait in the kernel")
-        except ChildProcessError:
-            pass  # waited for already
-        finally:
-            monitor.close()
+        self._monitor.kill()
+        if not self._monitor.wait(DEATH_SECONDS):
+            raise RuntimesError("its processes were killed and are still there: they wait in the kernel")
 
     def _restore_terminal(self) -> None:
         if self._raw is not None:
@@ -506,7 +518,6 @@ class _Run:
         if self._console is not None:
             self._console.close()
         if self._monitor is not None:
-            self._monitor.kill()
             self._monitor.close()
         for fd in (self._command, self._master):
             if fd >= 0:
