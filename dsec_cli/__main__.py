@@ -1,4 +1,4 @@
-"""The command ``dsec``: one file per command, imported when it is called (``dsec --help`` imports click and nothing else)."""
+"""The command ``dsec``: one file per command, imported when it is called (``dsec --help`` imports click alone)."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import errno
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -95,6 +96,8 @@ class Node:
 
     def _compose(self, held: list[MountedLayer], request: MountRequest) -> int:
         lowers = [layer.fd for layer in reversed(held)]
+        if request.upper is not None:
+            _dress_upper(request.upper, lowers[0])
         if request.upper is None and len(lowers) == 1:
             try:
                 return clone_mount(lowers[0])
@@ -188,6 +191,21 @@ class Node:
         self._loop.close()
         self._layers.close_caches()
         self._resolver.close()
+
+
+def _dress_upper(upper: str, top: int) -> None:
+    """Give a fresh upper the attributes of the highest layer's root: overlayfs shows the upper's as those of ``/``."""
+    folder = Path(upper)
+    if any(folder.iterdir()):
+        return
+    root = f"/proc/self/fd/{top}"
+    info = Path(root).stat()
+    os.chown(upper, info.st_uid, info.st_gid)
+    folder.chmod(info.st_mode & 0o7777)
+    for name in os.listxattr(root):
+        if not name.startswith("trusted.overlay."):
+            os.setxattr(upper, name, os.getxattr(root, name))
+    os.utime(upper, ns=(info.st_mtime_ns, info.st_mtime_ns))
 
 
 def _describe(request: MountRequest, layers: list[ResolvedLayer], held: list[MountedLayer], fd: int) -> Mounted:
