@@ -46,7 +46,8 @@ class CacheEntry:
     def __init__(self, folder: Path, table: ChunkTable) -> None:
         self.folder = folder
         self._table = table
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._users = 0  # calls that use the descriptors: they may not be closed under them
         self._noted = array("Q", bytes(8 * len(table)))  # xxh3-64 of what this process has checked
         self._checked = bytearray(len(table))
         self._dirty = False
@@ -106,12 +107,14 @@ class CacheEntry:
 
     def read(self, index: int) -> bytes | None:
         """The chunk's bytes, checked, or None when it is not here or was damaged (it is then forgotten)."""
-        if not self.has(index):
+        if not self.has(index) or not self._enter():
             return None
         try:
             data = os.pread(self._data, self._table.chunk_size(index), index * CHUNK)
         except OSError:
             data = b""  # a failing disk is a miss: the bytes can be had elsewhere
+        finally:
+            self._leave()
         if self._checked[index]:
             good = xxhash.xxh3_64_intdigest(data) == self._noted[index]
         else:
@@ -130,14 +133,15 @@ class CacheEntry:
     def put(self, index: int, data: bytes) -> bool:
         """Keep a chunk whose sha256 the caller has checked. False: it could not be kept (disk full, closed)."""
         digest = xxhash.xxh3_64_intdigest(data)
+        if not self._enter():
+            return False
         try:
-            with self._lock:
-                if self._closed:
-                    return False
             _pwrite_all(self._data, data, index * CHUNK)
             _pwrite_all(self._sums, digest.to_bytes(8, "little"), HEADER.size + 8 * index)
         except OSError:
             return False
+        finally:
+            self._leave()
         with self._lock:
             self._noted[index] = digest
             self._checked[index] = 1
@@ -145,14 +149,30 @@ class CacheEntry:
             self._dirty = True
         return True
 
+    def _enter(self) -> bool:
+        with self._lock:
+            if self._closed:
+                return False
+            self._users += 1
+            return True
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._closed:
+                self._lock.notify_all()
+
     def flush(self) -> None:
         """Bring the bits to the disk, after the data and the sums that they speak of."""
-        with self._lock:
-            if not self._dirty or self._closed:
-                return
-            bits = bytes(self._bits)
-            self._dirty = False
-        self._write_bits(bits)
+        if not self._dirty or not self._enter():
+            return
+        try:
+            with self._lock:
+                bits = bytes(self._bits)
+                self._dirty = False
+            self._write_bits(bits)
+        finally:
+            self._leave()
 
     def _write_bits(self, bits: bytes) -> None:
         os.fdatasync(self._data)
@@ -168,6 +188,7 @@ class CacheEntry:
             if self._closed:
                 return
             self._closed = True
+            self._lock.wait_for(lambda: self._users == 0)
             bits = bytes(self._bits)
         try:
             os.pwrite(self._sums, self._header(SUMS_MAGIC, clean=True), 0)

@@ -19,6 +19,9 @@ from dsec_store.errors import NodeError
 from dsec_store.home import Home
 from dsec_store.node.protocol import MAX_MESSAGE, LayerArg, Mounted, MountRequest
 
+LOG_MAX = 16 << 20
+"""Bytes of ``run/node.log`` above which the next node starts another."""
+
 __all__ = ["LayerArg", "MountRequest", "Mounted", "NodeClient"]
 
 
@@ -133,6 +136,7 @@ class NodeClient:
                 return
             read_end, write_end = os.pipe()
             try:
+                _rotate(self.home.node_log)
                 log = os.open(self.home.node_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
                 null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
                 try:
@@ -161,3 +165,12 @@ class NodeClient:
         text = answer.decode(errors="replace").strip()
         if text != "ready":
             raise NodeError(text or f"the node ended before it was ready; see {self.home.node_log}")
+
+
+def _rotate(log: Any) -> None:
+    """Keep one older log: the new node starts another when this one has grown."""
+    try:
+        if log.stat().st_size > LOG_MAX:
+            log.rename(log.with_suffix(".log.1"))
+    except FileNotFoundError:
+        pass

@@ -29,6 +29,8 @@ from dsec_store.node.stats import LayerStats
 READER_THREADS = 4
 READ_AHEAD_KIB = 1024
 ROOT_NODE = 1
+CLOSE_SECONDS = 30.0
+"""How long a reader thread may still be in a read of the cache when the session ends."""
 
 log = structlog.get_logger("dsec.node")
 
@@ -118,7 +120,7 @@ class FuseExport:
         if self.mount_fd >= 0:
             os.close(self.mount_fd)
             self.mount_fd = -1
-        self._session.close()
+        self._session.close(CLOSE_SECONDS)
         for thread in self._threads:
             thread.join()
         os.close(self._device)

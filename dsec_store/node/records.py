@@ -37,8 +37,12 @@ def write_record(home: Home, record: dict[str, Any]) -> None:
     """
     path = record_path(home, record["id"])
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"version": RECORD_VERSION, **record}))
-    temporary.rename(path)
+    try:
+        temporary.write_text(json.dumps({"version": RECORD_VERSION, **record}))
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def remove_record(home: Home, mount_id: str) -> bool:
