@@ -19,10 +19,9 @@ def number(field: bytes, where: str) -> int:
     if first & 0x80:
         value = int.from_bytes(field, "big") & ((1 << (8 * len(field) - 1)) - 1)
         return value - (1 << (8 * len(field) - 1)) if first & 0x40 else value
-    text = field.strip(b" \0")
-    end = text.find(b"\0")
-    if end >= 0:
-        text = text[:end].rstrip(b" ")
+    text = field[:-1]
+    if not text.isdigit() or field[-1] not in b"\0 ":  # (digits and one terminator: nearly always)
+        text = _unpadded(field)
     if not text:
         return 0
     try:
@@ -31,6 +30,14 @@ def number(field: bytes, where: str) -> int:
     except ValueError:  # an 8 or a 9
         pass
     raise SourceError(f"{where}: {text!r} in a header; expected an octal number")
+
+
+def _unpadded(field: bytes) -> bytes:
+    text = field.strip(b" \0")
+    end = text.find(b"\0")
+    if end >= 0:
+        text = text[:end].rstrip(b" ")
+    return text
 
 
 def string(field: bytes) -> bytes:
