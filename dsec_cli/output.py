@@ -41,6 +41,13 @@ def fail(message: str, code: int = 1) -> None:
     sys.exit(code)
 
 
+def _os_error(error: OSError) -> str:
+    """LinuxError says itself what was called on what; Python's own puts ``[Errno n]`` before it."""
+    if hasattr(error, "call") or not error.strerror:
+        return str(error)
+    return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+
+
 def run_command(command: click.Command) -> None:
     """Run the whole command line. 0 fine, 1 a user's mistake or a failure, 2 usage, 130 interrupted.
 
@@ -65,7 +72,7 @@ def run_command(command: click.Command) -> None:
     except DsecError as error:
         fail(str(error))
     except OSError as error:
-        fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}" if type(error) is OSError else str(error))
+        fail(_os_error(error))
     except Exception as error:
         if any(base.__name__ in ("ErofsError", "RuntimesError") for base in type(error).__mro__):
             fail(str(error))
@@ -80,7 +87,9 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
     """Columns padded to their widest cell, numbers to the right; plain text, so that it can be cut and grepped."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max([len(h), *(len(row[i]) for row in cells)]) for i, h in enumerate(headers)]
-    numeric = [bool(cells) and all(row[i][:1].isdigit() or row[i] in ("", "-") for row in cells) for i in range(len(headers))]
+    numeric = [
+        bool(cells) and all(row[i][:1].isdigit() or row[i] in ("", "-") for row in cells) for i in range(len(headers))
+    ]
     for row in [list(headers), *cells]:
         line = "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True))
         click.echo(line.rstrip())

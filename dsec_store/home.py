@@ -91,7 +91,16 @@ class Home:
         from dsec_linux.files import statfs_name
 
         try:
-            for folder in (self.path, self.store, self.meta, self.cache, self.raw, self.sandboxes, self.run, self.mounts):
+            for folder in (
+                self.path,
+                self.store,
+                self.meta,
+                self.cache,
+                self.raw,
+                self.sandboxes,
+                self.run,
+                self.mounts,
+            ):
                 if not folder.is_dir():
                     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
