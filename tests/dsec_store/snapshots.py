@@ -6,7 +6,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,22 @@ from dsec_store.layers.store import Environment, Layer, LayerStore
 Snapshot = dict[bytes, dict[str, Any]]
 
 
-def snapshot(root: str | Path) -> Snapshot:
+def snapshot(root: str | Path, upper: Path | None = None) -> Snapshot:
     """Everything below ``root`` (and itself, as ``b""``) that a layer keeps: type, mode, ids, rdev, size, content, mtime
-    in ns, xattrs but overlayfs's, and with which other paths a path shares its inode."""
+    in ns, xattrs but overlayfs's, and with which other paths a path shares its inode.
+
+    upper: that of an overlay mounted at ``root``. What is in it shares inodes as it does there: the overlay shows a name
+    that was copied up with the number of the file below, and a new hard link to it with its own.
+    """
     found: Snapshot = {}
-    inodes: dict[tuple[int, int], list[bytes]] = {}
+    inodes: dict[tuple[int, int, bool], list[bytes]] = {}
+
+    def identity(info: os.stat_result, name: bytes) -> tuple[int, int, bool]:
+        if upper is not None:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                info = os.lstat(os.path.join(os.fsencode(upper), name))
+                return info.st_dev, info.st_ino, True
+        return info.st_dev, info.st_ino, False
 
     def look(path: bytes, name: bytes) -> None:
         info = os.lstat(path)
@@ -38,7 +49,7 @@ def snapshot(root: str | Path) -> Snapshot:
         elif stat.S_ISBLK(info.st_mode) or stat.S_ISCHR(info.st_mode):
             value["rdev"] = info.st_rdev
         if not stat.S_ISDIR(info.st_mode):
-            inodes.setdefault((info.st_dev, info.st_ino), []).append(name)
+            inodes.setdefault(identity(info, name), []).append(name)
         found[name] = value
         if stat.S_ISDIR(info.st_mode):
             for child in sorted(os.listdir(path)):
@@ -102,8 +113,20 @@ def mounted(store: LayerStore, what: Layer | Environment, writable: Path | None 
         if writable is not None:
             for name in ("upper", "work"):
                 (writable / name).mkdir(parents=True, exist_ok=True)
+            if not os.listdir(writable / "upper"):
+                _take_root(f"/proc/self/fd/{lowers[0]}/.", writable / "upper")
             top = mount_overlay(lowers, str(writable / "upper"), str(writable / "work"))
         else:
             top = mount_overlay(lowers) if len(lowers) > 1 else clone_mount(lowers[0])
         stack.callback(os.close, top)
         yield f"/proc/self/fd/{top}"
+
+
+def _take_root(source: str, upper: Path) -> None:
+    """The root of an overlay looks as its upper does, so a new upper gets the attributes of the root below."""
+    info = os.stat(source)
+    os.chown(upper, info.st_uid, info.st_gid)
+    upper.chmod(stat.S_IMODE(info.st_mode))
+    for name, value in _xattrs(os.fsencode(source)).items():
+        os.setxattr(upper, name, value)
+    os.utime(upper, ns=(info.st_mtime_ns, info.st_mtime_ns))
