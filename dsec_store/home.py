@@ -90,6 +90,13 @@ class Home:
         """Make the folders (mode 0700). Raises StoreUnusable where the file system cannot carry a store."""
         from dsec_linux.files import statfs_name
 
+        existing = next(path for path in (self.path, *self.path.parents) if path.exists())
+        kind = statfs_name(str(existing))
+        if kind in ("tmpfs", "overlayfs", "ramfs", "fuse", "erofs"):
+            raise StoreUnusable(
+                f"the home {self.path} is on {kind}; EROFS and overlayfs need a disk file system (ext4, xfs, btrfs): "
+                "set DSEC_HOME"
+            )
         try:
             for folder in (
                 self.path,
@@ -105,9 +112,4 @@ class Home:
                     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise StoreUnusable(f"cannot make the home {self.path}: {error.strerror}: {error.filename}") from error
-        kind = statfs_name(str(self.path))
-        if kind in ("tmpfs", "overlayfs", "ramfs", "fuse", "erofs"):
-            raise StoreUnusable(
-                f"the home {self.path} is on {kind}; EROFS and overlayfs need a disk file system (ext4, xfs, btrfs): set DSEC_HOME"
-            )
         return self
