@@ -1,7 +1,7 @@
 """Where everything durable lies: the folders of ``$DSEC_HOME`` (standard library only).
 
-The home is on a disk file system (ext4, xfs, btrfs): EROFS refuses metadata images on tmpfs and overlayfs, and overlayfs
-refuses an upper there.
+The home is on a disk file system (ext4, xfs, btrfs): EROFS refuses metadata images on tmpfs and overlayfs, and
+overlayfs refuses an upper there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ def _hex(digest: str) -> str:
 
 @dataclass(frozen=True)
 class Home:
-    """The folders and files below one home. Digests may be given with or without ``sha256:``; file names carry the hex."""
+    """The folders and files below one home. Digests may be given with or without ``sha256:``; file names carry the
+    hex.
+    """
 
     path: Path
 
