@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.coldstart import COLD, MB_PER_S, MS, Outcome, Stage, build_layers, push_layers
-from bench.dsec import Cli, registry
+from bench.dsec import Cli, registry, stop_nodes
 from bench.harness import ROOT, Report, Series, machine
 from bench.inputs import PROJECT_FOLDER, TESTS, prepare
 from tests.leaks import LeakCheck
@@ -70,6 +70,7 @@ def run(work: Path, rounds: int, console: Console, stack: ExitStack) -> None:
     shutil.rmtree(homes, ignore_errors=True)
     homes.mkdir(parents=True)
     stack.callback(shutil.rmtree, homes)
+    stack.callback(stop_nodes, homes)
     builder, server = Cli(homes / "builder"), Cli(homes / "registry")
     builder.run("doctor")
 
@@ -88,7 +89,7 @@ def run(work: Path, rounds: int, console: Console, stack: ExitStack) -> None:
     control: list[Outcome] = []
     stats: dict[str, Any] = {}
     sides: list[Callable[[], None]] = [
-        lambda: stats.update(_with_dsec(stage, mine, console, stack)),
+        lambda: stats.update(_with_dsec(stage, mine, console)),
         lambda: _by_download(stage, control, console),
     ]
     for number in range(rounds):
@@ -98,12 +99,11 @@ def run(work: Path, rounds: int, console: Console, stack: ExitStack) -> None:
     _compare(mine, control, inputs.archive.stat().st_size, console)
 
     console.rule("4  a change, packed, and a second sandbox that starts from it")
-    _change(stage, console, stack)
+    _change(stage, console)
 
 
-def _with_dsec(stage: Stage, outcomes: list[Outcome], console: Console, stack: ExitStack) -> dict[str, Any]:
+def _with_dsec(stage: Stage, outcomes: list[Outcome], console: Console) -> dict[str, Any]:
     home = stage.fresh("node")
-    stack.callback(Cli(home).stop_node)
     outcome, stats = stage.with_dsec(home)
     _say("dsec", outcome, console)
     outcomes.append(outcome)
@@ -186,11 +186,9 @@ def _compare(mine: list[Outcome], control: list[Outcome], archive: int, console:
     report.goal("share of the control's bytes", 100 * data / series["control"]["link_bytes"].median, 25, "%")
 
 
-def _change(stage: Stage, console: Console, stack: ExitStack) -> None:
+def _change(stage: Stage, console: Console) -> None:
     """Change the project in one sandbox, pack what changed to the registry, start another machine's sandbox from it."""
     first, second = Cli(stage.fresh("node")), Cli(stage.fresh("node"))
-    stack.callback(first.stop_node)
-    stack.callback(second.stop_node)
     target = f"{stage.link.host}/{PATCHED}"
     work = ["--workdir", PROJECT_FOLDER]
     console.print("$ dsec run --keep --name first …  (edits a module, deletes a file, adds a test)")

@@ -48,6 +48,10 @@ class Cli:
     def json(self, *arguments: Argument) -> Any:
         return json.loads(self.run(*arguments, "--json"))
 
+    def command(self, *arguments: Argument) -> list[str]:
+        """The command line; to be run with ``environment``."""
+        return [str(DSEC), *(os.fspath(argument) for argument in arguments)]
+
     def popen(self, *arguments: Argument, stdout: int | None = None) -> subprocess.Popen[bytes]:
         return subprocess.Popen([DSEC, *arguments], env=self.environment, stdin=subprocess.DEVNULL, stdout=stdout)
 
@@ -66,6 +70,12 @@ class Cli:
     def stop_node(self) -> None:
         """End the node if one runs."""
         subprocess.run([DSEC, "node", "stop", "--force"], env=self.environment, capture_output=True, check=False)
+
+
+def stop_nodes(homes: Path) -> None:
+    """End the node of every home directly below ``homes``."""
+    for lock in homes.glob("*/run/node.lock"):
+        Cli(lock.parent.parent).stop_node()
 
 
 @contextmanager
