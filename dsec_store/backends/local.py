@@ -22,6 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from dsec_linux.files import fsync_dir, link_fd, unnamed_file
 from dsec_store.backends.base import ANY, STREAM_BLOCK, AnyDigest, Backend, BlobWriter, StoredReference
@@ -110,6 +111,7 @@ class LocalBackend(Backend):
         self.blob_root = root / "blobs" / "sha256"
         self.ref_root = root / "refs"
         self._lock_path = root / "lock"
+        self._fresh_reference = root / "reference"
         with storing(root, "making the store"):
             self.blob_root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.ref_root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -255,7 +257,11 @@ class LocalBackend(Backend):
                 path.unlink()
             if not path.exists():
                 fresh[path] = blob
-        journal.begin([blob.digest for blob in fresh.values()], reference, digest)
+        entry = _Entry([blob.digest for blob in fresh.values()], reference, digest)
+        # One name alone is given or not: no list, which after a power cut might take back what was acknowledged.
+        listed = reference is not None or len(fresh) > 1
+        if listed:
+            journal.begin(entry)
         try:
             folders = set()
             for path, blob in fresh.items():
@@ -270,9 +276,24 @@ class LocalBackend(Backend):
             if reference is not None and digest is not None:
                 self._write_reference(reference, digest)
         except BaseException:
-            journal.undo()
+            self._withdraw(entry)
+            journal.end()
             raise
-        journal.end()
+        if listed:
+            journal.end(durably=reference is None)
+
+    def _withdraw(self, entry: _Entry) -> None:
+        """Take back the names that a publication gave, unless its reference was set, which comes last."""
+        if entry.reference is not None:
+            if entry.reference.exists() and entry.reference.read_text("ascii", "replace").strip() == entry.digest:
+                return
+            self._prune(entry.reference.parent, self.ref_root)
+        for digest in entry.blobs:
+            path = self.local_path(digest)
+            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.parent.rmdir()
+        self._fresh_reference.unlink(missing_ok=True)
 
     def _write_reference(self, path: Path, digest: str) -> None:
         made = path.parent
@@ -281,7 +302,7 @@ class LocalBackend(Backend):
             made = made.parent
             folders.add(made)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fresh = self.root / "reference"
+        fresh = self._fresh_reference
         fresh.unlink(missing_ok=True)
         fd = unnamed_file(str(self.root))
         try:
@@ -335,8 +356,16 @@ class LocalBackend(Backend):
             os.close(fd)
 
 
+class _Entry(NamedTuple):
+    """What a publication is about to name: blobs, and a reference file with its digest."""
+
+    blobs: Sequence[str]
+    reference: Path | None
+    digest: str | None
+
+
 class _Journal:
-    """The list of names that a publication is about to give, in the lock file; empty when none is under way.
+    """The entry of a publication under way, in the lock file; empty when there is none.
 
     It is not synced: it protects from a killed process, whose writes the kernel keeps. After a power cut some blobs
     without a reference may be left, and are collected as such.
@@ -346,9 +375,9 @@ class _Journal:
         self._backend = backend
         self._fd = fd
 
-    def begin(self, blobs: Sequence[str], reference: Path | None, digest: str | None) -> None:
-        path = None if reference is None else str(reference.relative_to(self._backend.ref_root))
-        text = json.dumps({"blobs": blobs, "reference": path, "digest": digest})
+    def begin(self, entry: _Entry) -> None:
+        path = None if entry.reference is None else str(entry.reference.relative_to(self._backend.ref_root))
+        text = json.dumps({"blobs": entry.blobs, "reference": path, "digest": entry.digest})
         try:
             written = os.pwrite(self._fd, text.encode(), 0)
             if written < len(text):
@@ -357,29 +386,22 @@ class _Journal:
             self.end()
             raise
 
-    def end(self) -> None:
+    def end(self, *, durably: bool = False) -> None:
+        """Forget the entry. durably: nothing else says that the publication succeeded."""
         os.ftruncate(self._fd, 0)
+        if durably:
+            os.fsync(self._fd)
 
     def undo(self) -> None:
-        """Remove the listed blobs, unless the reference was set, which comes last."""
+        """Take back what a killed process was publishing."""
         size = os.fstat(self._fd).st_size
         if not size:
             return
         with suppress(ValueError, KeyError, TypeError, DsecError):  # cut short: nothing had a name yet
             entry = json.loads(os.pread(self._fd, size, 0))
-            done = False
-            if entry["reference"] is not None:
-                path = self._backend.ref_root / entry["reference"]
-                done = path.exists() and path.read_text().strip() == entry["digest"]
-                if not done:
-                    self._backend._prune(path.parent, self._backend.ref_root)
-            if not done:
-                for digest in entry["blobs"]:
-                    blob = self._backend.local_path(digest)
-                    blob.unlink(missing_ok=True)
-                    with suppress(OSError):
-                        blob.parent.rmdir()
-        (self._backend.root / "reference").unlink(missing_ok=True)
+            path = entry["reference"]
+            reference = None if path is None else self._backend.ref_root / path
+            self._backend._withdraw(_Entry(entry["blobs"], reference, entry["digest"]))
         self.end()
 
 

@@ -72,6 +72,11 @@ class PackedLayer:
     raw_fd: int
 
 
+def build_threads() -> int:
+    """Threads that hash and compress: one a processor, at least two: one works while another writes its chunk."""
+    return max(2, min(8, len(os.sched_getaffinity(0))))
+
+
 @contextmanager
 def pack_tree(
     store: LayerStore, tree: Tree, kind: str, run: dict[str, Any] | None, progress: Progress | None = None
@@ -94,7 +99,7 @@ def pack_tree(
         )
         try:
             with (
-                DataObjectWriter(data, raw_fd) as objects,
+                DataObjectWriter(data, raw_fd, build_threads()) as objects,
                 _spool(raw_folder) as image,
                 EarlySync((raw_fd, data.fileno())) as early,
             ):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dsec_store.backends.base import BlobWriter
-from dsec_store.backends.local import LocalBackend
+from dsec_store.backends.local import LocalBackend, _Entry
 from dsec_store.errors import (
     BlobUnknown,
     DsecError,
@@ -350,7 +350,7 @@ def test_an_open_publication_of_another_process_is_left_alone(tmp_path: Path) ->
     backend = LocalBackend(tmp_path / "store")
     with backend._lock() as journal:
         digest = put_unlocked(backend)
-        journal.begin([digest], None, None)
+        journal.begin(_Entry([digest], None, None))
         assert list(LocalBackend(tmp_path / "store").blobs()) == [digest]
         journal.end()
 
