@@ -17,7 +17,7 @@ from typing import Any
 from dsec_linux.sockets import receive_with_fds, send_with_fds
 from dsec_store.errors import NodeError
 from dsec_store.home import Home
-from dsec_store.node.protocol import MAX_MESSAGE, LayerArg, Mounted, MountRequest
+from dsec_store.node.protocol import MAX_MESSAGE, VERSION, LayerArg, Mounted, MountRequest, encode
 
 LOG_MAX = 16 << 20
 """Bytes of ``run/node.log`` above which the next node starts another."""
@@ -50,31 +50,33 @@ class NodeClient:
         return True
 
     def mount(self, request: MountRequest) -> tuple[Mounted, int]:
-        """Mount an environment; returns it and the descriptor of the detached mount, which the caller attaches and
-        closes.
+        """Mount an environment; returns it and the descriptor of the detached mount.
 
-        Raises NodeError with the node's one line.
+        The caller attaches the descriptor and closes it. Raises NodeError with the node's one line.
         """
-        with self._open(self.home.node_fd_socket, socket.SOCK_SEQPACKET) as sock:
-            send_with_fds(sock, request.to_bytes(), [])
-            try:
-                data, fds = receive_with_fds(sock, 1, MAX_MESSAGE)
-            except OSError as error:
-                raise NodeError(
-                    f"the node ended while it mounted {request.id}: {error.strerror}; see {self.home.node_log}"
-                ) from None
-        if not data:
-            raise NodeError(f"the node ended while it mounted {request.id}; see {self.home.node_log}")
-        answer = json.loads(data)
-        if "error" in answer:
-            raise NodeError(answer["error"])
+        answer, fds = self._ask(request.to_bytes(), f"it mounted {request.id}")
         if len(fds) != 1:
             raise NodeError(f"the node sent {len(fds)} descriptors for {request.id}; expected 1")
         return Mounted(**answer), fds[0]
 
-    def release(self, mount_id: str) -> None:
-        """Say that nobody uses the mount any more. An unknown id is no error: the node may have been restarted."""
-        self._http("DELETE", f"/v1/mounts/{mount_id}")
+    def release(self, mount_id: str) -> bool:
+        """Say that nobody uses the mount any more. False for an unknown id: the node may have been restarted."""
+        answer, _ = self._ask(encode({"version": VERSION, "release": mount_id}), f"it released {mount_id}")
+        return bool(answer["released"])
+
+    def _ask(self, message: bytes, what: str) -> tuple[dict[str, Any], list[int]]:
+        with self._open(self.home.node_fd_socket, socket.SOCK_SEQPACKET) as sock:
+            try:
+                send_with_fds(sock, message, [])
+                data, fds = receive_with_fds(sock, 1, MAX_MESSAGE)
+            except OSError as error:
+                raise NodeError(f"the node ended while {what}: {error.strerror}; see {self.home.node_log}") from None
+        if not data:
+            raise NodeError(f"the node ended while {what}; see {self.home.node_log}")
+        answer = json.loads(data)
+        if "error" in answer:
+            raise NodeError(answer["error"])
+        return answer, fds
 
     def status(self) -> dict[str, Any]:
         return self._http("GET", "/v1/status")

@@ -1,4 +1,4 @@
-"""``run/node-fd.sock``: mount requests in, descriptors out.
+"""``run/node-fd.sock``: mount requests in, descriptors out; and releases, which every sandbox needs at its end.
 
 One request a connection. Threads, not asyncio: a request makes blocking system calls, and a slow registry must not
 hold up the next caller.
@@ -17,7 +17,7 @@ from dsec_linux.errors import LinuxError
 from dsec_linux.sockets import peer_credentials, receive_with_fds, send_with_fds
 from dsec_store.errors import DsecError
 from dsec_store.node.core import Node
-from dsec_store.node.protocol import MAX_MESSAGE, MountRequest, encode
+from dsec_store.node.protocol import MAX_MESSAGE, MountRequest, encode, release_request
 
 THREADS = 16
 REQUEST_SECONDS = 10.0
@@ -64,10 +64,14 @@ class Handover:
         try:
             if uid != os.geteuid():
                 raise DsecError(f"user {uid} may not mount; the node belongs to user {os.geteuid()}")
+            released = release_request(data)
+            if released is not None:
+                send_with_fds(connection, encode({"released": self._node.release(released)}), [])
+                return
             request = MountRequest.from_bytes(data)
             mounted, fd = self._node.mount(request, pid)
         except (DsecError, LinuxError, OSError) as error:
-            log.warning("mount refused", pid=pid, reason=str(error))
+            log.warning("refused", pid=pid, reason=str(error))
             send_with_fds(connection, encode({"error": str(error)}), [])
             return
         try:

@@ -1,6 +1,6 @@
 """``run/node.sock``: what the node tells and what it can be told, over HTTP.
 
-GET /v1/status, GET /v1/stats, DELETE /v1/mounts/{id}, POST /v1/stop?force=0|1. Errors are ``{"error": one line}``.
+GET /v1/status, GET /v1/stats, POST /v1/stop?force=0|1. Errors are ``{"error": one line}``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,6 @@ def create_app(node: Node, stop: Callable[[], None]) -> Starlette:
     async def stats(request: Request) -> JSONResponse:
         return JSONResponse(await run_in_threadpool(node.stats))
 
-    async def release(request: Request) -> JSONResponse:
-        known = await run_in_threadpool(node.release, request.path_params["id"])
-        return JSONResponse({"released": known})
-
     async def halt(request: Request) -> JSONResponse:
         await run_in_threadpool(node.reap)
         busy = await run_in_threadpool(node.busy)
@@ -49,7 +45,6 @@ def create_app(node: Node, stop: Callable[[], None]) -> Starlette:
         routes=[
             Route("/v1/status", status),
             Route("/v1/stats", stats),
-            Route("/v1/mounts/{id}", release, methods=["DELETE"]),
             Route("/v1/stop", halt, methods=["POST"]),
         ],
         exception_handlers={DsecError: refused},

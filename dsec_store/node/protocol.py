@@ -108,6 +108,17 @@ class Mounted:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
+def release_request(data: bytes) -> str | None:
+    """The mount id of ``{"version": 1, "release": id}``, None for any other message."""
+    try:
+        raw = json.loads(data)
+        if isinstance(raw, dict) and "release" in raw and raw.get("version") == VERSION:
+            return str(raw["release"])
+    except ValueError:
+        pass
+    return None
+
+
 def encode(message: dict[str, Any]) -> bytes:
     data = json.dumps(message, separators=(",", ":")).encode()
     if len(data) > MAX_MESSAGE:
