@@ -134,7 +134,7 @@ class DataObjectWriter:
 
     out: gets the object; only ``write`` is called, in the caller's thread. raw_out: a descriptor that gets the blob
     itself, at its offsets (the kernel reads that file in place), or None. threads: hashing and compressing release the
-    interpreter's lock; the bytes do not depend on their number. At most four chunks a thread are under way, which bounds
+    interpreter's lock; the bytes do not depend on their number. At most four chunks a thread are under way: that bounds
     the memory.
 
     A context manager: leaving it ends the threads. Errors of a thread are raised by a later ``write`` or by ``finish``.
