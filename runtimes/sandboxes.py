@@ -12,10 +12,8 @@
 taken yet cannot be mistaken for one whose owner died.
 """
 
-# PTH101, PTH102, PTH106
-
 # pathlib costs more to import than this module.
-# ruff: noqa: PTH101, PTH102, PTH110, PTH112, PTH208
+# ruff: noqa: PTH101, PTH102, PTH104, PTH110, PTH112, PTH208
 
 from __future__ import annotations
 
@@ -26,6 +24,7 @@ from contextlib import contextmanager
 
 from dsec_linux.mounts import mountinfo, umount
 from dsec_linux.process import SIGKILL, SIGTERM, pidfd_send_signal, start_time, wait_ended
+from dsec_store.errors import DsecError
 from runtimes.errors import NameInUse, RuntimesError, SandboxBusy, SandboxUnknown
 from runtimes.ids import is_sandbox_id, sandbox_id
 from runtimes.records import now, unknown, write_json
@@ -45,6 +44,10 @@ VERSION = 1
 CONFIG, ENDED, LOCK = "config.json", "ended.json", "lock"
 MONITOR = "bundle/monitor"
 _FOLDERS = ("bundle", "upper", "work", "rootfs", "records")
+_GONE = ".gone-"
+_REACT_SECONDS = 3.0
+"""How long a supervisor may take to end its sandbox when asked to."""
+
 DEATH_SECONDS = 10.0
 """How long a killed process may take to go away before that is an error."""
 
@@ -76,7 +79,7 @@ class Sandbox:
         everything.
         """
         if not self.keep:
-            remove_tree(self.path)
+            _remove_folder(self.home, self.id)
             return
         remove_missing(self.folder("upper"), self.config.get("missing", []))
         for name in ("bundle", "work", "rootfs"):
@@ -197,6 +200,8 @@ def remove(home: Home, name: str, *, force: bool = False) -> str:
     if lock is None and force:
         _end_supervisor(home, id)
         lock = claim(home, id)
+        if not os.path.exists(home.sandbox(id)):
+            return id  # its supervisor removed it
     if lock is None:
         raise SandboxBusy(f"sandbox {name} runs, or another command works on it; dsec rm --force kills it")
     try:
@@ -207,7 +212,7 @@ def remove(home: Home, name: str, *, force: bool = False) -> str:
                 raise SandboxBusy(f"sandbox {name} is mounted at {target}; dsec umount it, or dsec rm --force")
             umount(target)
         _release_what_it_held(home, id)
-        remove_tree(os.fspath(home.sandbox(id)))
+        _remove_folder(home, id)
     finally:
         os.close(lock)
     return id
@@ -231,27 +236,39 @@ def reap_stale(home: Home) -> list[str]:
         try:
             if os.path.exists(f"{path}/{ENDED}") or not os.path.isdir(path) or _is_mounted(read_config(home, id)):
                 continue
-            _release_what_it_held(home, id)
+            try:
+                _release_what_it_held(home, id)
+            except (RuntimesError, DsecError, OSError):
+                continue  # what cannot be done now is tried again by the next command
             config = _read(home, id, CONFIG)
             if config.get("keep") and os.path.isdir(f"{path}/records"):
                 Sandbox(home, id, -1, config).finish(unknown("its supervisor died"), dead=True)
             else:
-                remove_tree(path)
+                _remove_folder(home, id)
             reaped.append(id)
         finally:
             os.close(lock)
+    for name in _names(home):
+        if name.startswith(_GONE) and not _is_locked(home, name):
+            remove_tree(os.fspath(home.sandbox(name)), LOCK)
     return reaped
 
 
+def _remove_folder(home: Home, id: str) -> None:
+    """Remove the folder of a sandbox whose lock we hold. Under its other name it is no sandbox any more; should we die
+    in the middle, the next command goes on."""
+    gone = os.fspath(home.sandbox(f"{_GONE}{id}"))
+    os.rename(home.sandbox(id), gone)
+    remove_tree(gone, LOCK)
+
+
 def release_mount(home: Home, id: str) -> None:
-    """Tell the node, when one runs, that the sandbox's mount is not used any more."""
-    from dsec_store.errors import NodeError
+    """Tell the node, when one runs, that the sandbox's mount is not used any more. Raises NodeError."""
     from dsec_store.node.client import NodeClient
 
-    try:
-        NodeClient.connect(home, start=False).release(id)
-    except NodeError:
-        pass  # no node: no mount
+    node = NodeClient(home)
+    if node.running():  # no node: no mount
+        node.release(id)
 
 
 def remove_group_and_state(home: Home, id: str, group: Cgroup | None = None) -> None:
@@ -305,7 +322,7 @@ def _end_supervisor(home: Home, id: str) -> None:
         if wait_ended(pidfd, 0.05):
             return
         pidfd_send_signal(pidfd, SIGTERM)
-        if not wait_ended(pidfd, DEATH_SECONDS):
+        if not wait_ended(pidfd, _REACT_SECONDS):
             pidfd_send_signal(pidfd, SIGKILL)
             wait_ended(pidfd, DEATH_SECONDS)
     except ProcessLookupError:
@@ -401,8 +418,12 @@ def read_config(home: Home, id: str) -> dict[str, Any]:
 
 
 def _ids(home: Home) -> list[str]:
+    return [name for name in _names(home) if not name.startswith(".")]
+
+
+def _names(home: Home) -> list[str]:
     try:
-        return [name for name in os.listdir(home.sandboxes) if not name.startswith(".")]
+        return os.listdir(home.sandboxes)
     except FileNotFoundError:
         return []
 

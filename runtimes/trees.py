@@ -9,8 +9,9 @@ import os
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def remove_tree(path: str) -> None:
+def remove_tree(path: str, last: str = "") -> None:
     """Remove a directory and everything in it; nothing is there when it returns, also when it was not there before.
+    A file directly in it named ``last`` goes after everything else.
 
     A folder in a folder is moved up beside its parent before it is looked into, so that neither the recursion
     limit, nor the length of a path, nor the number of open files bounds the depth. Two at once do not disturb each
@@ -22,7 +23,7 @@ def remove_tree(path: str) -> None:
         return
     moved = 0
     try:
-        while names := _empty(root):
+        while names := _empty(root, last):
             for name in names:
                 try:
                     folder = os.open(name, _FOLDER, dir_fd=root)
@@ -38,17 +39,20 @@ def remove_tree(path: str) -> None:
                 finally:
                     os.close(folder)
                 _rmdir(name, root)
+        _empty(root)
     finally:
         os.close(root)
     _rmdir(path, None)
 
 
-def _empty(folder: int) -> list[str]:
-    """Remove what is no directory, and the empty directories; the names of the others."""
+def _empty(folder: int, spared: str = "") -> list[str]:
+    """Remove what is no directory, but for ``spared``, and the empty directories; the names of the others."""
     left = []
     with os.scandir(folder) as entries:
         for entry in list(entries):
             try:
+                if entry.name == spared:
+                    continue
                 if not entry.is_dir(follow_symlinks=False):
                     os.unlink(entry.name, dir_fd=folder)
                 elif not _rmdir(entry.name, folder):

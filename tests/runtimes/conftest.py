@@ -74,7 +74,7 @@ class Box:
 
     def left_behind(self) -> list[str]:
         """What no sandbox may leave once its command has ended: folders, groups, state of the OCI runtime, mounts."""
-        left = [str(path) for path in self.home.sandboxes.iterdir() if not path.name.startswith(".")]
+        left = [str(path) for path in self.home.sandboxes.iterdir() if path.name != ".lock"]
         # Groups with processes are of sandboxes that run in other homes.
         left += [name for name in names("dsec") if not Cgroup(name).processes()]
         state = Path(runtime_state(self.home))

@@ -1,0 +1,208 @@
+"""Sandboxes that are kept, listed, removed, and those whose supervisor died."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from dsec_store.home import Home
+from runtimes.errors import SandboxBusy, SandboxUnknown
+from runtimes.ids import sandbox_id
+from runtimes.sandboxes import open_finished, reap_stale
+from runtimes.supervisor import run  # noqa: F401  (imported here, so that the time of reap_stale alone is measured)
+from tests.runtimes.conftest import BASE, Box, gone
+
+
+@contextlib.contextmanager
+def running(box: Box, *options: str, marker: str = "86399") -> Iterator[subprocess.Popen[bytes]]:
+    """A sandbox whose command waits."""
+    with box.start(*options, "--", "sh", "-c", f"echo ready; exec sleep {marker}") as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_kept_sandbox_is_listed_and_can_be_packed_and_removed(box: Box) -> None:
+    done, record = box.run("--keep", "--name", "mine", "--", "sh", "-c", "echo new > /made; exit 4")
+    assert done.returncode == 4
+    (entry,) = box.ps()
+    assert entry["id"] == record["sandbox"] and entry["name"] == "mine" and entry["state"] == "finished"
+    assert entry["outcome"] == {"kind": "exited", "code": 4} and entry["pid"] is None
+    assert entry["refs"] == [BASE] and entry["command"][0] == "sh"
+    assert entry["started_at"] < entry["ended_at"]
+    for name in ("mine", record["sandbox"]):
+        with open_finished(box.home, name) as finished:
+            assert (finished.upper / "made").read_text() == "new\n"
+            assert [layer["kind"] for layer in finished.layers] == ["base"]
+            assert all(layer["manifest"].startswith("sha256:") for layer in finished.layers)
+    kept = json.loads((box.home.sandbox(entry["id"]) / "records" / f"{record['id']}.json").read_text())
+    assert kept == record
+    table = box.dsec("ps").stdout
+    assert "mine" in table and "exited 4" in table
+    assert box.dsec("rm", "mine").stdout.strip() == entry["id"]
+    assert box.ps() == []
+
+
+def test_a_sandbox_that_is_not_kept_leaves_nothing(box: Box) -> None:
+    box.run("--", "sh", "-c", "mkdir -p /a/b/c; echo > /a/b/c/d")
+    assert box.ps() == []
+
+
+def test_a_running_sandbox_is_listed_and_cannot_be_packed_or_removed(box: Box) -> None:
+    with running(box, "--name", "busy") as process:
+        (entry,) = box.ps()
+        assert entry["state"] == "running" and entry["pid"] == process.pid and entry["outcome"] is None
+        done = box.dsec("rm", "busy", check=False)
+        assert done.returncode == 1 and "runs" in done.stderr and done.stderr.count("\n") == 1
+        with pytest.raises(SandboxBusy), open_finished(box.home, "busy"):
+            pass
+        box.dsec("rm", "--force", "busy")
+        process.wait(30)
+        assert process.returncode == 143
+    assert box.ps() == []
+
+
+def test_a_kept_sandbox_that_runs_is_killed_and_removed_by_force(box: Box) -> None:
+    marker = f"{os.getpid()}990"
+    with running(box, "--keep", "--name", "held", marker=marker) as process:
+        process.send_signal(19)  # SIGSTOP: a supervisor that does not react
+        try:
+            done = subprocess.Popen(
+                [box.dsec("--version").args[0], "rm", "--force", "held"], env={**os.environ}, stdout=subprocess.PIPE
+            )
+            out, _ = done.communicate(timeout=60)
+        finally:
+            process.send_signal(18)
+        assert done.returncode == 0 and out
+        process.wait(30)
+    gone(marker)
+    assert box.ps() == []
+
+
+def test_a_name_in_use_is_refused_until_its_sandbox_is_removed(box: Box) -> None:
+    box.run("--keep", "--name", "taken", "--", "true")
+    done, _ = box.run("--name", "taken", "--", "true")
+    assert done.returncode == 125 and "taken" in done.stderr and done.stderr.count("\n") == 1
+    box.dsec("rm", "taken")
+    done, _ = box.run("--name", "taken", "--", "true")
+    assert done.returncode == 0
+
+
+def test_ten_with_one_name_at_once_give_one_sandbox(box: Box) -> None:
+    processes = [box.start("--keep", "--name", "one", "--", "true") for _ in range(10)]
+    codes = []
+    for process in processes:
+        process.communicate(timeout=120)
+        codes.append(process.returncode)
+    assert sorted(codes) == [0] + [125] * 9
+    assert len(box.ps()) == 1
+
+
+def test_unknown_sandboxes_are_one_line(box: Box) -> None:
+    for name in ("nobody", sandbox_id(), "../../etc"):
+        done = box.dsec("rm", name, check=False)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1 and name in done.stderr
+    with pytest.raises(SandboxUnknown), open_finished(box.home, "nobody"):
+        pass
+
+
+def test_a_kept_sandbox_of_a_killed_supervisor_is_dead_and_keeps_its_files(box: Box) -> None:
+    marker = f"{os.getpid()}991"
+    with box.start(
+        "--keep", "--name", "left", "--", "sh", "-c", f"echo x > /made; echo ready; sleep {marker}"
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        process.kill()
+        process.wait(30)
+    (entry,) = box.ps()
+    assert entry["state"] == "dead" and entry["outcome"]["kind"] == "unknown"
+    gone(marker)
+    with open_finished(box.home, "left") as finished:
+        assert (finished.upper / "made").read_text() == "x\n"
+    box.dsec("rm", "left")
+
+
+def test_two_reapers_at_once_share_the_work(box: Box) -> None:
+    dead = 6
+    processes = [box.start("--", "sh", "-c", "echo ready; sleep 86398") for _ in range(dead)]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    for process in processes:
+        process.kill()
+        process.communicate(timeout=30)
+    reaped: list[str] = []
+    errors: list[BaseException] = []
+
+    def reap() -> None:
+        try:
+            reaped.extend(reap_stale(box.home))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=reap) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and len(reaped) == len(set(reaped)) == dead
+    box.nothing_left()
+
+
+def test_a_half_made_sandbox_is_reaped(box: Box) -> None:
+    for step in ("", "lock", "config.json"):
+        folder = box.home.sandbox(sandbox_id())
+        folder.mkdir()
+        if step:
+            (folder / "lock").touch()
+        if step == "config.json":
+            (folder / "config.json").write_text('{"version": 1, "keep": tr')
+    assert len(reap_stale(box.home)) == 3
+    box.nothing_left()
+
+
+def test_looking_for_the_dead_is_cheap_when_there_are_none(tmp_path_factory: pytest.TempPathFactory) -> None:
+    home = Home(tmp_path_factory.mktemp("quiet")).ensure()
+    for _ in range(20):
+        folder = home.sandbox(sandbox_id())
+        folder.mkdir()
+        (folder / "ended.json").write_text("{}")
+    times = []
+    for _ in range(20):
+        started = time.perf_counter()
+        assert reap_stale(home) == []
+        times.append(time.perf_counter() - started)
+    assert min(times) < 0.002
+
+
+def test_while_a_sandbox_runs_nobody_reaps_it(box: Box) -> None:
+    with running(box) as process:
+        for _ in range(5):
+            assert reap_stale(box.home) == []
+        assert process.poll() is None
+
+
+def test_the_mount_is_in_no_mount_table_of_the_machine(box: Box) -> None:
+    with running(box):
+        with open("/proc/self/mountinfo") as file:
+            assert str(box.home.path) not in file.read()
+        (entry,) = box.ps()
+        status = box.dsec.json("node", "status")
+        assert [mount["id"] for mount in status["mounts"] if mount["id"] == entry["id"]]
+    box.ps()
+    status = box.dsec.json("node", "status")
+    assert not [mount for mount in status["mounts"] if mount["id"] == entry["id"]]
+
+
+def test_a_node_that_was_stopped_is_started_again(box: Box) -> None:
+    box.dsec("node", "stop")
+    done, _ = box.run("--", "echo", "hi")
+    assert (done.returncode, done.stdout) == (0, "hi\n"), done.stderr
