@@ -293,10 +293,11 @@ class _Check:
             return False
         if empty and table_entries(tables).count(HOLE_ENTRY) != empty:
             return False
-        highest = max(addresses, default=-1)
-        if highest == NO_BLOCK:
-            highest = max((address for address in addresses if address != NO_BLOCK), default=-1)
-        return highest < self.data_blocks
+        if empty:
+            used = set(addresses)
+            used.discard(NO_BLOCK)
+            return max(used, default=-1) < self.data_blocks
+        return max(addresses, default=-1) < self.data_blocks
 
     @property
     def out_of_bounds(self) -> str:

@@ -14,8 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from dsec_linux.errors import LinuxError
 from dsec_linux.mounts import clone_mount, mount_overlay
 from dsec_store.backends.local import LocalBackend
@@ -25,6 +23,7 @@ from dsec_store.manifest import environment_id
 from dsec_store.node.exports import FuseExport
 from dsec_store.node.fetch import DEADLINE
 from dsec_store.node.layers import LayerMounts, MountedLayer
+from dsec_store.node.log import Log
 from dsec_store.node.protocol import Mounted, MountRequest
 from dsec_store.node.records import in_use, read_records, record_path, remove_record, write_record
 from dsec_store.node.remote import Registries
@@ -33,7 +32,7 @@ from dsec_store.node.stats import total
 
 FLUSH_SECONDS = 5.0
 
-log = structlog.get_logger("dsec.node")
+log = Log("dsec.node")
 
 
 class Node:

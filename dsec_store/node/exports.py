@@ -16,14 +16,13 @@ import stat
 import threading
 from pathlib import Path
 
-import structlog
-
 from dsec_linux import bdi, fuse
 from dsec_linux.mounts import mount_fuse
 from dsec_store.chunks import CHUNK, ChunkTable
 from dsec_store.errors import DsecError, NodeError
 from dsec_store.node.cache import CacheEntry
 from dsec_store.node.fetch import Fetcher, chunk_range
+from dsec_store.node.log import Log
 from dsec_store.node.stats import LayerStats
 
 READER_THREADS = 4
@@ -32,7 +31,7 @@ ROOT_NODE = 1
 CLOSE_SECONDS = 30.0
 """How long a reader thread may still be in a read of the cache when the session ends."""
 
-log = structlog.get_logger("dsec.node")
+log = Log("dsec.node")
 
 
 def node_id(root: str) -> int:

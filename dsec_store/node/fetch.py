@@ -15,12 +15,11 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-import structlog
-
 from dsec_store.chunks import CHUNK, ZSTD, ChunkTable
 from dsec_store.dataobject import decode_chunk, decode_raw_chunk
 from dsec_store.errors import DsecError, IntegrityError, RegistryError
 from dsec_store.node.cache import CacheEntry
+from dsec_store.node.log import Log
 from dsec_store.node.sources import Source
 from dsec_store.node.stats import LayerStats
 
@@ -36,7 +35,7 @@ ATTEMPTS_WRONG = 2
 FINAL_STATUS = frozenset({200, 401, 403, 404, 416})
 """Answers that asking again will not change."""
 
-log = structlog.get_logger("dsec.node")
+log = Log("dsec.node")
 
 
 class Slots:

@@ -11,19 +11,18 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import structlog
-
 from dsec_linux.errors import LinuxError
 from dsec_linux.sockets import peer_credentials, receive_with_fds, send_with_fds
 from dsec_store.errors import DsecError
 from dsec_store.node.core import Node
+from dsec_store.node.log import Log
 from dsec_store.node.protocol import MAX_MESSAGE, MountRequest, encode, release_request
 
 THREADS = 16
 REQUEST_SECONDS = 10.0
 """How long a connected caller may take to say what it wants."""
 
-log = structlog.get_logger("dsec.node")
+log = Log("dsec.node")
 
 
 class Handover:

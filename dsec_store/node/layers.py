@@ -12,8 +12,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 
-import structlog
-
 from dsec_linux import bdi
 from dsec_linux.mounts import mount_erofs
 from dsec_store.chunks import ChunkTable
@@ -23,6 +21,7 @@ from dsec_store.node import metadata
 from dsec_store.node.cache import CacheEntry
 from dsec_store.node.exports import READ_AHEAD_KIB, Blob, FuseExport
 from dsec_store.node.fetch import DEADLINE, Fetcher, Slots
+from dsec_store.node.log import Log
 from dsec_store.node.resolve import ResolvedLayer, Resolver
 from dsec_store.node.sources import Source
 from dsec_store.node.stats import LayerStats
@@ -30,7 +29,7 @@ from dsec_store.node.stats import LayerStats
 IDLE_MAX = 256
 """Layer mounts without a user that are kept for the next one."""
 
-log = structlog.get_logger("dsec.node")
+log = Log("dsec.node")
 
 
 class MountedLayer:

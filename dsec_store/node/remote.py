@@ -38,13 +38,12 @@ class Registries:
         self._sources: dict[tuple[str, str], RegistrySource] = {}
 
     def _http(self) -> httpx.AsyncClient:
-        """Made at the first use: importing httpx costs more than the rest of the node's start."""
+        """Made at its first use: importing httpx costs as much as the rest of the node's start."""
         with self._lock:
             if self._client is None:
-                import httpx
+                from dsec_store.node.transport import make_client
 
-                limits = httpx.Limits(max_connections=64, max_keepalive_connections=32, keepalive_expiry=60)
-                self._client = httpx.AsyncClient(timeout=httpx.Timeout(TIMEOUT), limits=limits, follow_redirects=True)
+                self._client = make_client(TIMEOUT)
             return self._client
 
     @staticmethod
@@ -71,7 +70,8 @@ class Registries:
         import httpx
 
         assert reference.host is not None
-        url = f"{self.base(reference.host, plain_http)}/v2/{reference.name}/manifests/{reference.version}"
+        base = self.base(reference.host, plain_http)
+        url = f"{base}/v2/{reference.name}/manifests/{reference.version}"
         try:
             async with self._http().stream("GET", url, headers={"Accept": ACCEPT}) as response:
                 if response.status_code == 404:

@@ -1,39 +1,39 @@
 """The process ``dsec node``: one per home, sockets 0600, ready when they answer.
 
 Start order: the lock, the node, the sockets, the line ``ready`` to whoever started it. What is found of an earlier
-node's sockets is removed under the lock.
+node's sockets is removed under the lock. The HTTP server is loaded when the first request for it comes: a sandbox
+that waits for the node to start needs the descriptor socket alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
-import logging
 import os
+import select
 import signal
 import socket
-import sys
 from pathlib import Path
-
-import structlog
-import uvicorn
 
 from dsec_store.errors import DsecError, NodeError
 from dsec_store.home import Home
 from dsec_store.node.core import Node
 from dsec_store.node.handover import Handover
-from dsec_store.node.http import create_app
+from dsec_store.node.log import Log, to_stderr
+
+log = Log("dsec.node")
 
 
 def run_node(home: Home, ready_fd: int | None = None) -> None:
-    """Serve until a signal or ``dsec node stop``. With ``ready_fd`` the process detaches from its starter first and
-    tells it there ``ready``, or in one line why not.
+    """Serve until a signal or ``dsec node stop``.
+
+    With ``ready_fd`` the process detaches from its starter first and tells it there ``ready``, or in one line why not.
     """
     if ready_fd is not None and os.fork():
         os._exit(0)
     os.chdir("/")
     os.umask(0o077)
-    _log_to_stderr()
+    to_stderr()
     try:
         home.ensure()
         lock = _take_lock(home)
@@ -43,53 +43,77 @@ def run_node(home: Home, ready_fd: int | None = None) -> None:
         os.write(ready_fd, str(error).encode())
         os._exit(1)
     try:
-        asyncio.run(_serve(home, ready_fd))
+        _serve(home, ready_fd)
     finally:
         os.close(lock)
 
 
-async def _serve(home: Home, ready_fd: int | None) -> None:
-    node = Node(home)
-    server: uvicorn.Server | None = None
+def _serve(home: Home, ready_fd: int | None) -> None:
+    with Stop() as stop:
+        node = Node(home)
+        http_socket = _listen(home.node_socket, socket.SOCK_STREAM)
+        node.reap()
+        handover = Handover(node, _listen(home.node_fd_socket, socket.SOCK_SEQPACKET))
+        try:
+            log.info("ready", home=home.path, pid=os.getpid())
+            if ready_fd is not None:
+                os.write(ready_fd, b"ready")
+                os.close(ready_fd)
+            if stop.wait_for(http_socket):
+                asyncio.run(_serve_http(node, http_socket, stop))
+        finally:
+            for path in (home.node_fd_socket, home.node_socket):
+                path.unlink(missing_ok=True)
+            http_socket.close()
+            handover.close()
+            node.close()
+            log.info("ended", pid=os.getpid())
 
-    def stop() -> None:
-        if server is not None:
-            server.should_exit = True
 
-    http_socket = _listen(home.node_socket, socket.SOCK_STREAM)
+async def _serve_http(node: Node, http_socket: socket.socket, stop: Stop) -> None:
+    import uvicorn
+
+    from dsec_store.node.http import create_app
+
+    app = create_app(node, stop.set)
     config = uvicorn.Config(
-        create_app(node, stop),
-        log_config=None,
-        lifespan="off",
-        access_log=False,
-        ws="none",
-        timeout_graceful_shutdown=5,
+        app, log_config=None, lifespan="off", access_log=False, ws="none", timeout_graceful_shutdown=5
     )
-    server = _Server(config)
-    node.reap()
-    handover = Handover(node, _listen(home.node_fd_socket, socket.SOCK_SEQPACKET))
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(number, stop)
-    structlog.get_logger("dsec.node").info("ready", home=str(home.path), pid=os.getpid())
-    if ready_fd is not None:
-        os.write(ready_fd, b"ready")
-        os.close(ready_fd)
-    try:
-        await server.serve(sockets=[http_socket])
-    finally:
-        for path in (home.node_fd_socket, home.node_socket):
-            path.unlink(missing_ok=True)
-        await asyncio.to_thread(handover.close)
-        await asyncio.to_thread(node.close)
-        structlog.get_logger("dsec.node").info("ended", pid=os.getpid())
+
+    class Server(uvicorn.Server):
+        """Without uvicorn's own signal handling, which would raise the signal again at the end."""
+
+        def install_signal_handlers(self) -> None:
+            pass
+
+    server = Server(config)
+
+    def end() -> None:
+        server.should_exit = True
+
+    asyncio.get_running_loop().add_reader(stop.fd, end)
+    await server.serve(sockets=[http_socket])
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling, which would raise the signal again at the end."""
+class Stop:
+    """That the node shall end: set by a signal or a request, seen by a descriptor that becomes readable."""
 
-    def install_signal_handlers(self) -> None:
-        pass
+    def __enter__(self) -> Stop:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: self.set())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)
+
+    def set(self) -> None:
+        os.eventfd_write(self.fd, 1)
+
+    def wait_for(self, sock: socket.socket) -> bool:
+        """Wait for a connection; False when the node shall end first."""
+        readable, _, _ = select.select([sock.fileno(), self.fd], [], [])
+        return self.fd not in readable
 
 
 def _take_lock(home: Home) -> int:
@@ -116,17 +140,3 @@ def _listen(path: Path, kind: socket.SocketKind) -> socket.socket:
     finally:
         os.close(folder)
     return sock
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"]),
-        ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )

@@ -60,7 +60,7 @@ class RegistrySource(Source):
     concurrency = 8
 
     def __init__(self, client: httpx.AsyncClient, base: str, host: str, repository: str) -> None:
-        self._client = client
+        self.client = client
         self._base = base
         self.name = f"{host}/{repository}"
         self._repository = repository
@@ -75,7 +75,7 @@ class RegistrySource(Source):
         headers = {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
         received = 0
         try:
-            async with self._client.stream("GET", self.url(digest), headers=headers) as response:
+            async with self.client.stream("GET", self.url(digest), headers=headers) as response:
                 if response.status_code != 206:
                     raise _refused(what, response)
                 found = response.headers.get("Content-Range", "")

@@ -130,7 +130,7 @@ def test_a_fault_that_stays_is_eio_and_the_log_says_why(
     registry: HostileRegistry,
     publisher: Home,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
     fault: hostile.Fault,
     said: str,
 ) -> None:
@@ -148,8 +148,7 @@ def test_a_fault_that_stays_is_eio_and_the_log_says_why(
         assert failed
         assert time.monotonic() - started < 30
         assert os.listdir(at.path / "big")
-    out = capsys.readouterr()
-    assert said in out.out + out.err
+    assert said in caplog.text
     assert node.stats()["total"]["errors"] > 0
 
 
