@@ -178,9 +178,10 @@ class Cgroup:
                         made.append(path)
                     self._inherit_cpuset(top, parent, path)
                 return
-            except FileNotFoundError:
-                # Between two mkdirs, who removed the last group of the parent removed the parent too.
-                if attempt == 99:
+            except OSError as error:
+                # Between two calls, who removed the last group of the parent removed the parent too; its open files
+                # say ENODEV then.
+                if error.errno not in (errno.ENOENT, errno.ENODEV) or attempt == 99:
                     raise
 
     def _make_one(self, parent: str, path: str, *, last: bool) -> None:

@@ -34,7 +34,7 @@ def test_a_cgroup_of_ours_is_seen() -> None:
     before = leaks.snapshot()
     group.mkdir()
     try:
-        assert leaks.snapshot().minus(before) == {"cgroups": {str(group)}}
+        assert str(group) in leaks.snapshot().minus(before)["cgroups"]
     finally:
         group.rmdir()
 
