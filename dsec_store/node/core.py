@@ -44,7 +44,7 @@ class Node:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fetch", daemon=True)
         self._thread.start()
-        self._registries = Registries(self._loop)
+        self._registries = Registries(deadline)
         self._store = LocalBackend(home.store)
         self._resolver = Resolver(home, self._store, self._registries)
         self._export: FuseExport | None = None
@@ -182,9 +182,10 @@ class Node:
         async def stop() -> None:
             for blob in blobs:
                 await blob.fetcher.close()
-            await self._registries.close()
 
+        self._registries.close()
         asyncio.run_coroutine_threadsafe(stop(), self._loop).result()
+        self._layers.end_requests()  # they tell the loop until they have ended
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

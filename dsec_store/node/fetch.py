@@ -12,12 +12,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from dsec_store.chunks import CHUNK, ZSTD, ChunkTable
 from dsec_store.dataobject import decode_chunk, decode_raw_chunk
-from dsec_store.errors import DsecError, IntegrityError, RegistryError
+from dsec_store.errors import BlobUnknown, DsecError, IntegrityError, RegistryError
 from dsec_store.node.cache import CacheEntry
 from dsec_store.node.log import Log
 from dsec_store.node.sources import Source
@@ -175,17 +175,17 @@ class Fetcher:
 
     async def _fetch(self, run: list[int]) -> None:
         """One run until every chunk has its bytes or its error."""
+        loop = asyncio.get_running_loop()
         end = time.monotonic() + self._deadline
         wrong: dict[int, int] = {}
         failures = 0
         try:
             while run:
                 error: DsecError | None = None
+                part = self._without_gaps(run)
                 try:
-                    async with asyncio.timeout(max(end - time.monotonic(), 0.001)):
-                        await self._request(run, wrong)
-                except TimeoutError:
-                    error = RegistryError(f"no answer from {self._source.name} within {self._deadline:g} s")
+                    # what the thread tells the loop comes before its own end
+                    await loop.run_in_executor(self._executor, self._request, part, wrong, end, loop)
                 except DsecError as caught:
                     error = caught
                 except OSError as caught:
@@ -194,59 +194,48 @@ class Fetcher:
                 if error is None:
                     continue
                 failures += 1
-                final = isinstance(error, RegistryError) and error.status in FINAL_STATUS
+                final = isinstance(error, BlobUnknown) or (
+                    isinstance(error, RegistryError) and error.status in FINAL_STATUS
+                )
                 pause = random.uniform(0.5, 1.0) * min(0.1 * 2**failures, 2.0)
                 if final or time.monotonic() + pause >= end:
-                    self._stats.errors += 1
+                    self._stats.add(errors=1)
                     log.error(
                         "chunks could not be fetched",
                         layer=self._layer,
                         chunks=_span(run),
                         attempts=failures,
-                        reason=str(error),
+                        reason=error,
                     )
                     if isinstance(error, RegistryError) and not final:
                         self._slots.failed(error)
                     for index in run:
                         self._fail(index, error)
-                    return
-                log.warning("fetching again", layer=self._layer, chunks=_span(run), attempt=failures, reason=str(error))
+                    run = []
+                    continue
+                log.warning("fetching again", layer=self._layer, chunks=_span(run), attempt=failures, reason=error)
                 await asyncio.sleep(pause)
         finally:
             for index in run:  # cancelled, or a fault of ours: no reader may wait for ever
                 self._fail(index, DsecError(f"the fetch of chunk {index} of layer {self._layer} was given up"))
 
-    async def _request(self, run: list[int], wrong: dict[int, int]) -> None:
-        """One range request for a part of the run without gaps; settles each chunk as its bytes come."""
-        run = self._without_gaps(run)
+    def _request(self, run: list[int], wrong: dict[int, int], end: float, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs in a thread: one range request; each chunk is settled as soon as its bytes have come."""
         start, last = self._table.record(run[0]).offset, self._table.record(run[-1])
-        length = last.offset + last.length - start
-        self._stats.requests += 1
+        self._stats.add(requests=1)
         buffer = bytearray()
         position = 0
-        loop = asyncio.get_running_loop()
-        settling: list[asyncio.Future[None]] = []
-        stream = self._source.stream(self._digest, start, length)
-        try:
-            async for block in stream:
-                self._stats.bytes_fetched += len(block)
-                buffer += block
-                consumed = 0
-                while position < len(run) and len(buffer) - consumed >= (
-                    size := self._table.record(run[position]).length
-                ):
-                    stored = bytes(memoryview(buffer)[consumed : consumed + size])
-                    consumed += size
-                    settling.append(asyncio.ensure_future(self._settle(loop, run[position], stored, wrong)))
-                    position += 1
-                if consumed:
-                    del buffer[:consumed]
-        finally:
-            if settling:
-                await asyncio.gather(*settling)
-            close: Callable[[], object] | None = getattr(stream, "aclose", None)
-            if close is not None:
-                await close()  # type: ignore[misc]
+        for block in self._source.stream(self._digest, start, last.offset + last.length - start, end):
+            self._stats.add(bytes_fetched=len(block))
+            buffer += block
+            consumed = 0
+            while position < len(run) and len(buffer) - consumed >= (size := self._table.record(run[position]).length):
+                stored = bytes(memoryview(buffer)[consumed : consumed + size])
+                consumed += size
+                self._settle(run[position], stored, wrong, loop)
+                position += 1
+            if consumed:
+                del buffer[:consumed]
 
     def _without_gaps(self, run: list[int]) -> list[int]:
         for position in range(1, len(run)):
@@ -254,32 +243,30 @@ class Fetcher:
                 return run[:position]
         return run
 
-    async def _settle(self, loop: asyncio.AbstractEventLoop, index: int, stored: bytes, wrong: dict[int, int]) -> None:
+    def _settle(self, index: int, stored: bytes, wrong: dict[int, int], loop: asyncio.AbstractEventLoop) -> None:
+        """Runs in a thread: decompress, check, keep, and tell the loop."""
+        decode = decode_chunk if self._table.encoding == ZSTD else decode_raw_chunk
         try:
-            data = await loop.run_in_executor(self._executor, self._decode, index, stored)
+            data = decode(stored, self._table.chunk_size(index), self._table.record(index).digest)
         except IntegrityError as error:
             wrong[index] = wrong.get(index, 0) + 1
-            self._stats.wrong_chunks += 1
+            self._stats.add(wrong_chunks=1)
             log.warning(
-                "a chunk has wrong bytes", layer=self._layer, chunk=index, source=self._source.name, reason=str(error)
+                "a chunk has wrong bytes", layer=self._layer, chunk=index, source=self._source.name, reason=error
             )
             if wrong[index] >= ATTEMPTS_WRONG:
-                self._stats.errors += 1
-                self._fail(index, error)
+                self._stats.add(errors=1)
+                loop.call_soon_threadsafe(self._fail, index, error)
             return
+        if self._cache is not None and not self._cache.put(index, data):
+            self._stats.add(not_kept=1)
+        loop.call_soon_threadsafe(self._have, index, data)
+
+    def _have(self, index: int, data: bytes) -> None:
         self._slots.answered()
         future = self._pending.pop(index, None)
         if future is not None and not future.done():
             future.set_result(data)
-
-    def _decode(self, index: int, stored: bytes) -> bytes:
-        """Runs in a thread: decompress, check, keep."""
-        length = self._table.chunk_size(index)
-        decode = decode_chunk if self._table.encoding == ZSTD else decode_raw_chunk
-        data = decode(stored, length, self._table.record(index).digest)
-        if self._cache is not None and not self._cache.put(index, data):
-            self._stats.not_kept += 1
-        return data
 
     def _fail(self, index: int, error: DsecError) -> None:
         self._bad[index] = (time.monotonic() + HOLD, error)
@@ -290,7 +277,7 @@ class Fetcher:
 
     async def close(self) -> None:
         """Cancel what is under way; its readers get an error."""
-        for index in list(self._queue):
+        for index in list(self._pending):
             self._fail(index, DsecError(f"the fetch of chunk {index} of layer {self._layer} was given up"))
         if self in self._slots.waiting:
             self._slots.waiting.remove(self)

@@ -26,6 +26,8 @@ from dsec_store.node.resolve import ResolvedLayer, Resolver
 from dsec_store.node.sources import Source
 from dsec_store.node.stats import LayerStats
 
+REQUEST_THREADS = 32
+"""Requests to all sources together; each source has its own, smaller limit."""
 IDLE_MAX = 256
 """Layer mounts without a user that are kept for the next one."""
 
@@ -66,7 +68,7 @@ class LayerMounts:
         self._lock = threading.Lock()
         self._bdi_lock = threading.Lock()
         self._slots: dict[str, Slots] = {}
-        self._executor = ThreadPoolExecutor(2, thread_name_prefix="decode")
+        self._executor = ThreadPoolExecutor(REQUEST_THREADS, thread_name_prefix="request")
         self._ahead = ThreadPoolExecutor(8, thread_name_prefix="layers")
         self._retired: list[LayerStats] = []
 
@@ -126,8 +128,7 @@ class LayerMounts:
         if not metadata.usable(image, layer.config.metadata_digest):
             stored = self._resolver.metadata_object(layer, plain_http)
             if layer.place is not None:
-                stats.metadata_fetched += len(stored)
-                stats.requests += 1
+                stats.add(metadata_fetched=len(stored), requests=1)
             metadata.unpack(self._home, layer.config, stored, layer.reference)
         if raw is not None:
             stats.export = "direct"
@@ -220,10 +221,13 @@ class LayerMounts:
             for layer in self._layers.values():
                 os.close(layer.fd)
 
-    def close_caches(self) -> None:
-        """After the session and the fetchers have ended: mark the cache entries as clean."""
+    def end_requests(self) -> None:
+        """Wait for the request threads; their connections have been broken before."""
         self._executor.shutdown()
         self._ahead.shutdown()
+
+    def close_caches(self) -> None:
+        """After the session and the requests have ended: mark the cache entries as clean."""
         for blob in self.blobs():
             if blob.cache is not None:
                 blob.cache.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 
@@ -25,6 +26,13 @@ class LayerStats:
         self.not_kept = 0
         self.errors = 0
         self.touched = bytearray(chunks)
+        self._lock = threading.Lock()
+
+    def add(self, **counts: int) -> None:
+        """Add to counters by name, from any thread."""
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self, name, getattr(self, name) + count)
 
     def to_dict(self) -> dict[str, Any]:
         """``chunks_touched`` is None for a layer that the kernel reads without the node (``direct``)."""
