@@ -30,11 +30,12 @@ from dsec_linux.process import start_time, wait_ended
 from dsec_linux.sockets import receive_with_fds, send_with_fds
 from runtimes.container import OciRuntime, launch, never_executed
 from runtimes.errors import CannotStart
-from runtimes.signals import STOPPING
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
+
+    from dsec_linux.cgroups import CgroupLayout
 
 MONITOR = "monitor"
 """The file in the bundle with the monitor's process number and start time."""
@@ -44,14 +45,17 @@ _CONTROL = 3  # descriptor in the monitor, after its stdin, stdout and stderr
 
 
 class Job:
-    """What the monitor does. ``group`` is the sandbox's group, made with the limits ``memory`` (bytes or None) and
-    ``pids`` (count or None); ``rootfs`` is where the root file system goes; ``bundle`` and ``state`` are folders;
-    ``stdio`` are the container's three descriptors (of /dev/null with a terminal)."""
+    """What the monitor does. ``group`` is the sandbox's group, made in ``layout`` (None: to be found out) with the
+    limits ``memory`` (bytes or None) and ``pids`` (count or None); ``rootfs`` is where the root file system goes;
+    ``bundle`` and ``state`` are folders; ``stdio`` are the container's three descriptors (of /dev/null with a
+    terminal).
+    """
 
     __slots__ = (
         "bundle",
         "container",
         "group",
+        "layout",
         "memory",
         "pids",
         "rootfs",
@@ -67,6 +71,7 @@ class Job:
         container: str,
         runtime: OciRuntime,
         group: str,
+        layout: CgroupLayout | None,
         memory: int | None,
         pids: int | None,
         rootfs: str,
@@ -78,6 +83,7 @@ class Job:
         self.container = container
         self.runtime = runtime
         self.group = group
+        self.layout = layout
         self.memory = memory
         self.pids = pids
         self.rootfs = rootfs
@@ -164,10 +170,10 @@ def _child(job: Job, control: socket.socket, parents: socket.socket) -> None:
         gc.disable()  # it would only copy the parent's pages
         set_pdeathsig(signal.SIGKILL)
         parents.close()
+        # Signals stay blocked: none is for us, and the last one cannot be.
         _tell_who(job)
         if control.recv(16) != _GO:
             os._exit(0)  # the supervisor died before PR_SET_PDEATHSIG
-        _default_signals()
         _only_descriptors(job, control)
         control.detach()
         _run(job, socket.socket(fileno=_CONTROL))
@@ -181,7 +187,7 @@ def _run(job: Job, control: socket.socket) -> None:
 
     try:
         os.setsid()  # the terminal's Ctrl-C is the supervisor's business
-        group = Cgroup(job.group)
+        group = Cgroup(job.group, job.layout)
         group.create(job.memory, job.pids)
         layout = group.layout
         _private_mounts(layout.unified if layout.kind == "hybrid" else None)
@@ -209,16 +215,9 @@ def _tell_who(job: Job) -> None:
     """Write our number and start time, as the machine sees them, before there is anything to clean up: who reaps a
     sandbox waits until we are gone. /proc is still the machine's here."""
     pid = int(os.readlink("/proc/self"))
-    with open(f"{job.bundle}/{MONITOR}", "w") as file:
-        file.write(f"{pid} {start_time(pid)}")
-
-
-def _default_signals() -> None:
-    """Undo what the supervisor set for itself; ``launch`` sees to what programs would inherit."""
-    signal.set_wakeup_fd(-1)
-    for number in (*STOPPING, signal.SIGWINCH):
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    file = os.open(f"{job.bundle}/{MONITOR}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    os.write(file, f"{pid} {start_time(pid)}".encode())
+    os.close(file)
 
 
 def _only_descriptors(job: Job, control: socket.socket) -> None:

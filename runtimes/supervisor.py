@@ -22,7 +22,7 @@ import time
 
 from dsec_linux.cgroups import Cgroup, CgroupLayout
 from dsec_linux.process import pidfd_send_signal
-from dsec_store.errors import DsecError
+from dsec_store.errors import DsecError, NodeError
 from dsec_store.node.client import NodeClient
 from dsec_store.node.protocol import LayerArg, MountRequest
 from runtimes import records
@@ -67,6 +67,9 @@ if TYPE_CHECKING:
 
 STOP_SECONDS = 1.0
 """How long a command may take to end after the first signal."""
+
+_layout: CgroupLayout | None = None
+"""Where the machine's control groups are, once a monitor has found out."""
 
 _JUDGE_SECONDS = 0.002
 """How soon to look again whether the process has become the command: there is no event for that."""
@@ -163,6 +166,7 @@ class _Run:
                     container=sandbox.id,
                     runtime=runtime,
                     group=group_name(sandbox.id),
+                    layout=_layout,
                     memory=options.memory,
                     pids=options.pids or None,
                     rootfs=sandbox.folder("rootfs"),
@@ -173,13 +177,12 @@ class _Run:
                 )
             )
             self._close_descriptors()  # the monitor has them
-        self._node = connect(self.home)
         layers = [LayerArg(options.base, "base")]
         layers += [LayerArg(reference, "workspace") for reference in options.workspaces]
         layers += [LayerArg(reference, "toolkit") for reference in options.toolkits]
         upper, work, owner = sandbox.folder("upper"), sandbox.folder("work"), {"sandbox": sandbox.id}
         request = MountRequest(sandbox.id, layers, upper, work, owner, options.plain_http)
-        mounted, overlay = self._node.mount(request)
+        mounted, overlay = self._mount(request, connect)
         self._to_close.append(overlay)
         self._write_bundle(sandbox, mounted, overlay)
         self._await_monitor()
@@ -190,6 +193,18 @@ class _Run:
         self._monitor.launch(overlay)
         self._close_descriptors()
 
+    def _mount(self, request: MountRequest, connect: Callable[[Home], Node]) -> tuple[Mounted, int]:
+        """Ask the node. Whether one runs is only looked at when it does not answer."""
+        if connect == NodeClient.connect:
+            client = self._node = NodeClient(self.home)
+            try:
+                return client.mount(request)
+            except NodeError:
+                if client.running():
+                    raise
+        self._node = connect(self.home)
+        return self._node.mount(request)
+
     def _await_monitor(self) -> None:
         """Wait until the sandbox's group is made, and watch it run out of memory."""
         assert self._monitor is not None and self._sandbox is not None
@@ -199,7 +214,9 @@ class _Run:
         message = received[0]
         if message["event"] == "failed":
             raise ContainerFailed(f"the sandbox could not be set up: {message['message']}")
-        group = self._group = Cgroup(group_name(self._sandbox.id), CgroupLayout(*message["layout"]))
+        global _layout
+        _layout = _layout or CgroupLayout(*message["layout"])
+        group = self._group = Cgroup(group_name(self._sandbox.id), _layout)
         if "memory" in group.layout.controllers:
             group.oom_watch()
 
@@ -344,12 +361,16 @@ class _Run:
             self._resize()
         received, self._signals.received = self._signals.received, []
         for number in received:
-            if self.stopped_by or self._command < 0:
-                self.stopped_by = self.stopped_by or number
+            if self.stopped_by:
                 self._kill(records.STOPPED)
                 return
             self.stopped_by = number
             self._kill_at = time.monotonic() + STOP_SECONDS
+            self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        """Give the command a signal; when it has not been reported yet, that happens as soon as it is."""
+        if self._command >= 0:
             try:
                 pidfd_send_signal(self._command, number)
             except ProcessLookupError:
@@ -368,6 +389,8 @@ class _Run:
             case "started":
                 self._command = fds[0]
                 self._command_pid = _pid_of(fds[0])
+                if self.stopped_by:
+                    self._pass_on(self.stopped_by)
             case "failed":
                 text = str(message["message"])
                 if message["code"] != 125:

@@ -80,7 +80,7 @@ class Box:
         state = Path(runtime_state(self.home))
         left += [str(path) for path in state.iterdir() if not path.name.startswith(".")] if state.is_dir() else []
         left += [str(path) for path in self.home.mounts.iterdir()]
-        mounts = Path("/proc/self/mountinfo").read_text()
+        mounts = os.fsdecode(Path("/proc/self/mountinfo").read_bytes())
         left += [line for line in mounts.splitlines() if str(self.home.path) in line]
         return left
 

@@ -192,8 +192,8 @@ def test_while_a_sandbox_runs_nobody_reaps_it(box: Box) -> None:
 
 def test_the_mount_is_in_no_mount_table_of_the_machine(box: Box) -> None:
     with running(box):
-        with open("/proc/self/mountinfo") as file:
-            assert str(box.home.path) not in file.read()
+        with open("/proc/self/mountinfo", "rb") as file:
+            assert os.fsencode(box.home.path) not in file.read()
         (entry,) = box.ps()
         status = box.dsec.json("node", "status")
         assert [mount["id"] for mount in status["mounts"] if mount["id"] == entry["id"]]
