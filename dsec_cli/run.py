@@ -1,16 +1,12 @@
-"""``dsec run BASE [options] -- CMD…``: a command in a new sandbox. Its exit status is the command's (docs of the
-table in --help).
+"""``dsec run BASE [options] -- CMD…``: a command in a new sandbox, whose exit status is the command's.
 
 Everything that is not the command's own end is 125 and one line on stderr, so that a caller can tell them apart.
 """
-
-# pathlib costs more to import than this module.
 
 from __future__ import annotations
 
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +42,8 @@ class _RunCommand(click.Command):
         except (RuntimesError, DsecError, OSError) as error:
             _say(str(error))
         except Exception:
+            import traceback
+
             traceback.print_exc()
         sys.exit(FAILED)
 
