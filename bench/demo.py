@@ -57,9 +57,12 @@ def main() -> None:
     left, ours = check.finish()
     if left and ours:
         sys.exit("demo: left behind:\n  " + "\n  ".join(left))
-    for line in left:
-        console.print(f"new on this machine, perhaps of another program: {line}", style="dim")
-    console.rule("clean: no mount, device, cgroup, namespace or process is left")
+    if left:
+        console.print(
+            "new on this machine since the start; another run uses it too, so they may be its:", *left, sep="\n  "
+        )
+    else:
+        console.rule("clean: no mount, device, cgroup, namespace or process is left")
 
 
 def run(work: Path, rounds: int, console: Console, stack: ExitStack) -> None:
