@@ -14,6 +14,7 @@ import errno
 import os
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from dsec_linux import bdi, fuse
@@ -109,6 +110,10 @@ class FuseExport:
         self._names[name.encode()] = number
         return Path(f"/proc/self/fd/{self.mount_fd}/{name}")
 
+    def soon(self, work: Callable[[], None]) -> None:
+        """Run on the loop that fetches."""
+        self._loop.call_soon_threadsafe(work)
+
     def remove(self, blob: Blob) -> None:
         """Forget a blob that no mount uses any more."""
         self._blobs.pop(node_id(blob.root), None)
@@ -157,6 +162,7 @@ class FuseExport:
         blob.stats.reads += 1
         for index in chunks:
             blob.stats.touched[index] = 1
+            blob.fetcher.used(index)
         found = blob.read_cached(chunks)
         if found is not None:
             self._answer(request, chunks, found)

@@ -29,6 +29,12 @@ link.
 """
 DEADLINE = 30.0
 """Seconds after which the readers of a chunk get EIO."""
+SMALL_LAYER = 4 << 20
+"""Bytes of stored chunks up to which a layer is fetched whole when it is mounted: one round trip instead of many."""
+AHEAD_MAX = 4
+"""Chunks behind a miss that are fetched with it at most."""
+AHEAD_TRIAL = 16
+"""Chunks that are fetched ahead, one behind each miss, before it is judged whether that pays."""
 HOLD = 5.0
 """Seconds for which a failure is told again without asking: of a source that is down, and of a chunk that is bad."""
 ATTEMPTS_WRONG = 2
@@ -98,6 +104,7 @@ class Fetcher:
         self._tasks: set[asyncio.Task[None]] = set()
         self._scheduled = False
         self._bad: dict[int, tuple[float, DsecError]] = {}
+        self.ahead: set[int] = set()  # fetched, or on the way, before anybody asked
 
     async def get(self, indexes: Iterable[int]) -> list[bytes]:
         """The chunks' bytes, in the order of ``indexes``. Raises DsecError for the first that cannot be had."""
@@ -122,6 +129,44 @@ class Fetcher:
                 self._scheduled = True
                 loop.call_soon(self.dispatch)
         return future
+
+    def prefetch_all(self) -> None:
+        """Fetch what is not here yet, without a reader; on the loop."""
+        for index in range(len(self._table)):
+            if not self._here(index) and not self._known_error(index):
+                self._expect(index)
+
+    def used(self, index: int) -> None:
+        """A reader came to a chunk of ``ahead``; from any thread."""
+        if index in self.ahead:
+            self.ahead.discard(index)
+            self._stats.add(ahead_used=1)
+
+    def _here(self, index: int) -> bool:
+        return (
+            index in self._pending
+            or self._table.record(index).zero
+            or (self._cache is not None and self._cache.has(index))
+        )
+
+    def _expect(self, index: int) -> None:
+        """Queue a chunk that nobody waits for."""
+        self.ahead.add(index)
+        self._stats.add(ahead=1)
+        self._want(index).add_done_callback(_retrieve)
+
+    def _window(self) -> int:
+        """How many chunks to fetch behind a miss: more when those fetched before were used, none when they were not.
+
+        A further chunk costs its transfer; the miss that it saves costs a round trip as well. So it pays from about one
+        in five on.
+        """
+        if self._cache is None:
+            return 0
+        if self._stats.ahead < AHEAD_TRIAL:
+            return 1
+        share = self._stats.ahead_used / self._stats.ahead
+        return 0 if share < 0.15 else 1 if share < 0.45 else 2 if share < 0.7 else AHEAD_MAX
 
     def _known_error(self, index: int) -> DsecError | None:
         held = self._bad.get(index)
@@ -165,7 +210,20 @@ class Fetcher:
                 index += step
         for index in run:
             del self._queue[index]
-        return sorted(run)
+        run.sort()
+        for index in range(run[-1] + 1, min(run[-1] + 1 + self._window(), len(self._table))):
+            if (
+                self._here(index)
+                or self._known_error(index)
+                or size + self._table.record(index).length > MAX_REQUEST
+                or not self._adjacent(index, 1)
+            ):
+                break
+            self._expect(index)
+            del self._queue[index]
+            size += self._table.record(index).length
+            run.append(index)
+        return run
 
     def _adjacent(self, index: int, step: int) -> bool:
         """Whether the chunk's stored bytes touch those of its neighbour on the side of the run."""

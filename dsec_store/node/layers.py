@@ -20,7 +20,7 @@ from dsec_store.home import Home
 from dsec_store.node import metadata
 from dsec_store.node.cache import CacheEntry
 from dsec_store.node.exports import READ_AHEAD_KIB, Blob, FuseExport
-from dsec_store.node.fetch import DEADLINE, Fetcher, Slots
+from dsec_store.node.fetch import DEADLINE, SMALL_LAYER, Fetcher, Slots
 from dsec_store.node.log import Log
 from dsec_store.node.resolve import ResolvedLayer, Resolver
 from dsec_store.node.sources import Source
@@ -143,6 +143,8 @@ class LayerMounts:
             if blob.cache is not None:
                 blob.cache.close()
             raise
+        if layer.place is not None and layer.manifest.data.size <= SMALL_LAYER:
+            fuse.soon(blob.fetcher.prefetch_all)
         return MountedLayer(key, fd, "fuse", blob, stats)
 
     def _raw_file(self, layer: ResolvedLayer) -> str | None:

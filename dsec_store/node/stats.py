@@ -21,6 +21,8 @@ class LayerStats:
         self.bytes_fetched = 0
         self.metadata_fetched = 0
         self.requests = 0
+        self.ahead = 0
+        self.ahead_used = 0
         self.reads = 0
         self.wrong_chunks = 0
         self.not_kept = 0
@@ -48,6 +50,8 @@ class LayerStats:
             "bytes_fetched": self.bytes_fetched + self.metadata_fetched,
             "metadata_bytes_fetched": self.metadata_fetched,
             "requests": self.requests,
+            "chunks_ahead": self.ahead,
+            "chunks_ahead_used": self.ahead_used,
             "reads": self.reads,
             "wrong_chunks": self.wrong_chunks,
             "chunks_not_kept": self.not_kept,
@@ -67,6 +71,8 @@ _SUMMED = (
     "bytes_fetched",
     "metadata_bytes_fetched",
     "requests",
+    "chunks_ahead",
+    "chunks_ahead_used",
     "reads",
     "wrong_chunks",
     "chunks_not_kept",

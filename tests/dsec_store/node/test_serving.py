@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from dsec_store.refs import parse_reference
 from tests import hostile
 from tests.dsec_store.node.conftest import FILE_SIZE, FILES, content, mounting
 from tests.hostile import HostileRegistry
+from tests.waiting import until
 
 MakeNode = Callable[..., Node]
 
@@ -221,3 +223,44 @@ def test_a_full_disk_makes_reads_bypass_the_cache(
             os.close(full)
         assert node.stats()["total"]["chunks_not_kept"] > 0
         assert (at.path / "big" / "4").read_bytes() == content("base-4")
+
+
+def test_a_small_layer_is_fetched_whole_in_one_request(
+    make_node: MakeNode, registry: HostileRegistry, publisher: Home, tmp_path: Path
+) -> None:
+    digest = data_digest(publisher, "work:1")
+    registry.forget_requests()
+    node = make_node()
+    with mounting(node, tmp_path / "at", f"{registry.host}/base:1", f"{registry.host}/work:1") as at:
+        work = at.mounted.layers[1]
+        until(lambda: _of_layer(node, work["id"])["bytes_fetched"] > FILE_SIZE, "the layer to be fetched")
+        assert (at.path / "source").read_bytes() == content("source")
+        stats = _of_layer(node, work["id"])
+        assert stats["chunks_ahead"] == stats["chunks"] == stats["chunks_ahead_used"] == 3
+    assert len(registry.requests_for(digest)) == 1
+
+
+def test_what_lies_behind_a_miss_is_fetched_with_it_and_not_when_nobody_reads_on(
+    make_node: MakeNode, registry: HostileRegistry, publisher: Home, tmp_path: Path
+) -> None:
+    node = make_node()
+    with mounting(node, tmp_path / "at", f"{registry.host}/base:1") as at:
+        base = at.mounted.layers[0]["id"]
+        with open(at.path / "big" / "0", "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            file.read(100)
+            assert (_of_layer(node, base)["chunks_touched"], _of_layer(node, base)["chunks_ahead"]) == (1, 1)
+            os.pread(file.fileno(), 100, CHUNK)
+        stats = _of_layer(node, base)
+        assert (stats["chunks_touched"], stats["chunks_ahead_used"], stats["requests"]) == (2, 1, 2)
+        [blob] = node._layers.blobs()
+        blob.stats.add(ahead=100)  # as if none of many had been used
+        with open(at.path / "big" / "4", "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            file.read(100)
+        assert _of_layer(node, base)["chunks_ahead"] == 101
+
+
+def _of_layer(node: Node, layer: str) -> dict[str, Any]:
+    [found] = [each for each in node.stats()["layers"] if each["layer"] == layer]
+    return found
