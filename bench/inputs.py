@@ -58,12 +58,12 @@ class Inputs:
 
 def prepare(work: Path, console: Console) -> Inputs:
     """Build what is missing below ``work``. Raises RuntimeError with the output of a step that failed."""
+    work = work.absolute()
     work.mkdir(parents=True, exist_ok=True)
     base = _once(work / "base", [SUITE, BASE_PACKAGES], lambda target: _debian(target, console), console)
-    workspace = _once(
-        work / "workspace", [PROJECT, *PROJECT_NEEDS], lambda target: _workspace(target, base, console), console
-    )
     toolkit = _once(work / "toolkit", list(TOOLKIT), lambda target: _toolkit(target, base, console), console)
+    recipe = [PROJECT, *PROJECT_NEEDS, *TOOLKIT]
+    workspace = _once(work / "workspace", recipe, lambda target: _workspace(target, base, toolkit, console), console)
     archive = work / "environment.tar.zst"
     made_of = [path.stat().st_mtime_ns for path in (base, workspace, toolkit)]
     _once(
@@ -169,18 +169,38 @@ def _folders(tree: Path) -> None:
         path.chmod(0o755)
 
 
-def _workspace(target: Path, base: Path, console: Console) -> None:
+def _collect(tree: Path, base: Path, toolkit: Path) -> None:
+    """Let pytest look for the tests once, as whoever made the environment would have, and keep their bytecode."""
+    scratch = tree.with_name("scratch")
+    shutil.rmtree(scratch, ignore_errors=True)
+    for name in ("upper", "work", "root"):
+        (scratch / name).mkdir(parents=True)
+    stack = f"lowerdir={tree}:{toolkit}:{base},upperdir={scratch}/upper,workdir={scratch}/work"
+    inside = 'mount -t overlay -o "$1" tests "$2" && cd "$2" && exec chroot . sh -c "$3"'
+    pytest = f"cd {PROJECT_FOLDER} && exec python3 -m pytest --collect-only -q -p no:cacheprovider"
+    isolated = ["unshare", "--mount", "--propagation", "private", "env", "-u", "PYTHONDONTWRITEBYTECODE", "sh", "-c"]
+    _run([*isolated, inside, "sh", stack, str(scratch / "root"), pytest])
+    for compiled in (scratch / "upper" / PROJECT_FOLDER.lstrip("/")).rglob("*-pytest-*.pyc"):
+        target = tree / compiled.relative_to(scratch / "upper")
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy(compiled, target)
+    shutil.rmtree(scratch)
+    if not list(tree.rglob("*-pytest-*.pyc")):
+        raise RuntimeError(f"pytest found no tests in {tree}, or kept no bytecode of them")
+
+
+def _workspace(target: Path, base: Path, toolkit: Path, console: Console) -> None:
     """The project's source distribution, unpacked, and the packages that it and its tests import."""
     with _bar(console, f"{PROJECT} with its tests and dependencies", None):
-        downloads = target.with_name("downloads")
-        shutil.rmtree(downloads, ignore_errors=True)
+        downloads, unpacked = target.with_name("downloads"), target.with_name("unpacked")
+        for left in (downloads, unpacked):
+            shutil.rmtree(left, ignore_errors=True)
         _install(target, *PROJECT_NEEDS)
         _pip("download", "-q", "--no-deps", "--no-binary", ":all:", "-d", str(downloads), PROJECT)
         project = target / PROJECT_FOLDER.lstrip("/")
         with tarfile.open(next(downloads.glob("*.tar.gz"))) as archive:
-            archive.extractall(target.with_name("unpacked"), filter="data")
+            archive.extractall(unpacked, filter="data")
         project.parent.mkdir(parents=True)
-        unpacked = target.with_name("unpacked")
         next(unpacked.iterdir()).rename(project)
         unpacked.rmdir()
         shutil.rmtree(downloads)
@@ -190,6 +210,7 @@ def _workspace(target: Path, base: Path, console: Console) -> None:
                 os.chown(Path(root) / name, 0, 0, follow_symlinks=False)
         _folders(target)
         _compile(target, base)
+        _collect(target, base, toolkit)
 
 
 def _toolkit(target: Path, base: Path, console: Console) -> None:
@@ -203,7 +224,7 @@ def _archive(target: Path, base: Path, workspace: Path, toolkit: Path, console: 
     """The three trees one after the other in one tar, compressed as a base image's layers are."""
     with _bar(console, "environment.tar.zst, for the control", None):
         tar = ["tar", "--numeric-owner", "--xattrs", "--xattrs-include=*", "-c"]
-        trees = [word for tree in (base, workspace, toolkit) for word in ("-C", str(tree.absolute()), ".")]
+        trees = [word for tree in (base, workspace, toolkit) for word in ("-C", str(tree), ".")]
         with target.open("wb") as out, subprocess.Popen([*tar, *trees], stdout=subprocess.PIPE) as packing:
             subprocess.run(["zstd", "-q", "-3", "-T0", "-c"], stdin=packing.stdout, stdout=out, check=True)
         if packing.returncode:

@@ -61,6 +61,7 @@ def _stop_node(home: Home) -> None:
     subprocess.run([DSEC, "node", "stop", "--force"], env=environment, capture_output=True, timeout=60, check=False)
     try:
         pid = int(home.node_lock.read_text().split()[0])
+        os.waitpid(pid, os.WNOHANG)  # its parent has ended, so it is a child of this subreaper
         pidfd = os.pidfd_open(pid)
     except (OSError, ValueError, IndexError):
         return
