@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dsec_linux.mounts import mountinfo, umount
 from dsec_linux.process import SIGKILL, SIGTERM, pidfd_send_signal, start_time, wait_ended
 from dsec_store.errors import DsecError
+from dsec_store.node.records import is_mount
 from runtimes.errors import NameInUse, RuntimesError, SandboxBusy, SandboxUnknown
 from runtimes.ids import is_sandbox_id, sandbox_id
 from runtimes.records import now, unknown, write_json
@@ -119,14 +120,18 @@ def create(home: Home, config: dict[str, Any]) -> Sandbox:
                 if _read(home, other, CONFIG).get("name") == name:
                     raise NameInUse(f"the name {name!r} is in use by sandbox {other}: dsec rm {name}")
         path = os.fspath(home.sandbox(id))
-        os.mkdir(path, 0o700)
-        lock = _take(f"{path}/{LOCK}")
-        assert lock is not None  # nobody claims one while we have the guard
-        sandbox = Sandbox(home, id, lock, whole)
-        sandbox.write_config()
-    for folder in _FOLDERS:
-        os.mkdir(sandbox.folder(folder), 0o755 if folder == "upper" else 0o700)
-    os.chmod(sandbox.folder("upper"), 0o755)  # the root directory that the sandbox sees: not the umask's choice
+        try:
+            os.mkdir(path, 0o700)
+            lock = _take(f"{path}/{LOCK}")
+            assert lock is not None  # nobody claims one while we have the guard
+            sandbox = Sandbox(home, id, lock, whole)
+            sandbox.write_config()
+            for folder in _FOLDERS:
+                os.mkdir(sandbox.folder(folder), 0o700)
+            os.chmod(sandbox.folder("upper"), 0o755)  # the root directory that the sandbox sees: not the umask's choice
+        except OSError as error:
+            remove_tree(path)
+            raise RuntimesError(f"cannot make the sandbox {path}: {error.strerror}") from error
     return sandbox
 
 
@@ -153,8 +158,8 @@ def open_finished(home: Home, name: str) -> Iterator[FinishedSandbox]:
         raise SandboxBusy(f"sandbox {name} runs, or another command works on it; it must have ended")
     try:
         config = read_config(home, id)
-        if _is_mounted(config):
-            target = config["mount"]["target"]
+        target = _mounted_at(config)
+        if target is not None:
             raise SandboxBusy(f"sandbox {name} is mounted at {target}; dsec umount {target} ends it")
         if not os.path.exists(home.sandbox(id) / ENDED):
             raise SandboxUnknown(f"sandbox {name} was not kept: it died and was not cleaned up yet")
@@ -172,7 +177,7 @@ def listing(home: Home) -> list[dict[str, Any]]:
     found = []
     for id in sorted(_ids(home), key=lambda each: each.rpartition("-")[2]):
         config, ended = _read(home, id, CONFIG), _read(home, id, ENDED)
-        running = not ended and (_is_locked(home, id) or _is_mounted(config))
+        running = not ended and (_is_locked(home, id) or _mounted_at(config) is not None)
         if not config or not (running or ended):
             continue  # being made or removed just now
         found.append(
@@ -206,8 +211,8 @@ def remove(home: Home, name: str, *, force: bool = False) -> str:
         raise SandboxBusy(f"sandbox {name} runs, or another command works on it; dsec rm --force kills it")
     try:
         config = read_config(home, id)
-        if _is_mounted(config):
-            target = config["mount"]["target"]
+        target = _mounted_at(config)
+        if target is not None:
             if not force:
                 raise SandboxBusy(f"sandbox {name} is mounted at {target}; dsec umount it, or dsec rm --force")
             umount(target)
@@ -228,13 +233,13 @@ def reap_stale(home: Home) -> list[str]:
     reaped = []
     for id in _ids(home):
         path = os.fspath(home.sandbox(id))
-        if os.path.exists(f"{path}/{ENDED}") or _is_locked(home, id) or _is_mounted(read_config(home, id)):
+        if os.path.exists(f"{path}/{ENDED}") or _is_locked(home, id) or _mounted_at(read_config(home, id)):
             continue
         lock = claim(home, id)
         if lock is None:
             continue
         try:
-            if os.path.exists(f"{path}/{ENDED}") or not os.path.isdir(path) or _is_mounted(read_config(home, id)):
+            if os.path.exists(f"{path}/{ENDED}") or not os.path.isdir(path) or _mounted_at(read_config(home, id)):
                 continue
             try:
                 _release_what_it_held(home, id)
@@ -403,13 +408,10 @@ def _is_locked(home: Home, id: str) -> bool:
     return False
 
 
-def _is_mounted(config: dict[str, Any]) -> bool:
-    """Whether this is a writable mount (``dsec mount --rw``) that is still in the mount table."""
+def _mounted_at(config: dict[str, Any]) -> str | None:
+    """Where a writable mount (``dsec mount --rw``) is in the mount table; None when it is not, or is none."""
     mount = config.get("mount")
-    if not mount:
-        return False
-    found = [each for each in mountinfo() if each.target == mount.get("target")]
-    return bool(found) and found[-1].major_minor == mount.get("device")
+    return next((each.target for each in mountinfo() if is_mount(each, mount)), None) if mount else None
 
 
 def read_config(home: Home, id: str) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def reap() -> None:
 def snapshot() -> Snapshot:
     seen = Snapshot()
     seen.processes = {process_line(pid) for pid in descendants(os.getpid())}
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
         left, right = line.split(" - ", 1)
         kind, source = right.split(" ")[:2]
         if kind in ("erofs", "overlay") or kind.split(".")[0] in ("fuse", "fuseblk"):

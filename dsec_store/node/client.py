@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import select
 import socket
 import sys
 from typing import Any
@@ -19,6 +20,7 @@ from dsec_store.errors import NodeError
 from dsec_store.home import Home
 from dsec_store.node.protocol import MAX_MESSAGE, VERSION, LayerArg, Mounted, MountRequest, encode
 
+EXIT_SECONDS = 30.0
 LOG_MAX = 16 << 20
 """Bytes of ``run/node.log`` above which the next node starts another."""
 
@@ -87,8 +89,18 @@ class NodeClient:
     def stop(self, force: bool = False) -> None:
         """End the node and wait until it has gone. Refused while environments are mounted, but for ``force``."""
         with open(self.home.node_lock) as lock:
-            self._http("POST", f"/v1/stop?force={int(force)}")
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the node holds it until its very end
+            try:
+                process = os.pidfd_open(int(lock.read()))
+            except (OSError, ValueError):
+                process = -1
+            try:
+                self._http("POST", f"/v1/stop?force={int(force)}")
+                fcntl.flock(lock, fcntl.LOCK_EX)  # the node holds it until its very end
+                if process >= 0:  # and what it had mounted is free when the process is gone
+                    select.select([process], [], [], EXIT_SECONDS)
+            finally:
+                if process >= 0:
+                    os.close(process)
 
     def _open(self, path: os.PathLike[str], kind: socket.SocketKind) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, kind)
@@ -145,8 +157,9 @@ class NodeClient:
                     os.set_inheritable(write_end, True)
                     child = os.posix_spawn(
                         sys.executable,
-                        [sys.executable, "-m", "dsec_cli", "node", "--ready-fd", str(write_end)],
-                        {**os.environ, "DSEC_HOME": str(self.home.path)},
+                        # -P: with -m alone the caller's directory would come first in the search for modules
+                        [sys.executable, "-P", "-m", "dsec_cli", "node", "--ready-fd", str(write_end)],
+                        _environment(self.home),
                         file_actions=[
                             (os.POSIX_SPAWN_DUP2, null, 0),
                             (os.POSIX_SPAWN_DUP2, log, 1),
@@ -167,6 +180,12 @@ class NodeClient:
         text = answer.decode(errors="replace").strip()
         if text != "ready":
             raise NodeError(text or f"the node ended before it was ready; see {self.home.node_log}")
+
+
+def _environment(home: Home) -> dict[str, str]:
+    """The caller's, without what makes Python load other code or behave otherwise: the node outlives its caller."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return {**kept, "DSEC_HOME": os.fspath(home.path)}
 
 
 def _rotate(log: Any) -> None:

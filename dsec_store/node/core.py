@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dsec_linux.errors import LinuxError
+from dsec_linux.files import statx
 from dsec_linux.mounts import clone_mount, mount_overlay
 from dsec_store.backends.local import LocalBackend
 from dsec_store.errors import NodeError
@@ -94,7 +95,8 @@ class Node:
         return mounted, fd
 
     def _compose(self, held: list[MountedLayer], request: MountRequest) -> int:
-        lowers = [layer.fd for layer in reversed(held)]
+        # overlayfs refuses a layer twice; the lower of two equal ones adds nothing to what the higher shows
+        lowers = list(dict.fromkeys(layer.fd for layer in reversed(held)))
         if request.upper is not None:
             _dress_upper(request.upper, lowers[0])
         if request.upper is None and len(lowers) == 1:
@@ -209,7 +211,7 @@ def _dress_upper(upper: str, top: int) -> None:
 
 
 def _describe(request: MountRequest, layers: list[ResolvedLayer], held: list[MountedLayer], fd: int) -> Mounted:
-    device = os.fstat(fd).st_dev
+    info = statx(fd, sync=False)
     return Mounted(
         id=request.id,
         layers=[
@@ -227,5 +229,6 @@ def _describe(request: MountRequest, layers: list[ResolvedLayer], held: list[Mou
         ],
         run=dict(layers[0].config.run),
         environment=environment_id(layer.id for layer in layers),
-        device=f"{os.major(device)}:{os.minor(device)}",
+        device=f"{info.dev_major}:{info.dev_minor}",
+        mount_id=info.mnt_id or 0,
     )

@@ -57,7 +57,7 @@ class Blob:
             return data
         if self.table.record(index).zero:
             return bytes(self.table.chunk_size(index))
-        return None
+        return self.fetcher.recent.get(index)
 
     def read_cached(self, chunks: range) -> list[bytes] | None:
         """All the chunks without a fetch, or None when one is missing."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,8 @@ DEADLINE = 30.0
 """Seconds after which the readers of a chunk get EIO."""
 SMALL_LAYER = 4 << 20
 """Bytes of stored chunks up to which a layer is fetched whole when it is mounted: one round trip instead of many."""
+RECENT_MAX = 32
+"""Chunks of a layer that are held in memory when the cache cannot keep them."""
 AHEAD_MAX = 4
 """Chunks behind a miss that are fetched with it at most."""
 AHEAD_TRIAL = 16
@@ -74,6 +77,25 @@ class Slots:
             self.waiting.pop(0).dispatch()
 
 
+class Recent:
+    """The last chunks that the cache could not keep, so that a full disk does not fetch a chunk anew for each page of
+    it.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+
+    def get(self, index: int) -> bytes | None:
+        return self._chunks.get(index)
+
+    def put(self, index: int, data: bytes) -> None:
+        with self._lock:
+            self._chunks[index] = data
+            while len(self._chunks) > RECENT_MAX:
+                del self._chunks[next(iter(self._chunks))]
+
+
 class Fetcher:
     """Chunks of one blob (``digest`` is the data object's) from one source into one cache entry."""
 
@@ -104,6 +126,7 @@ class Fetcher:
         self._tasks: set[asyncio.Task[None]] = set()
         self._scheduled = False
         self._bad: dict[int, tuple[float, DsecError]] = {}
+        self.recent = Recent()
         self.ahead: set[int] = set()  # fetched, or on the way, before anybody asked
 
     async def get(self, indexes: Iterable[int]) -> list[bytes]:
@@ -316,8 +339,9 @@ class Fetcher:
                 self._stats.add(errors=1)
                 loop.call_soon_threadsafe(self._fail, index, error)
             return
-        if self._cache is not None and not self._cache.put(index, data):
+        if self._cache is None or not self._cache.put(index, data):
             self._stats.add(not_kept=1)
+            self.recent.put(index, data)
         loop.call_soon_threadsafe(self._have, index, data)
 
     def _have(self, index: int, data: bytes) -> None:

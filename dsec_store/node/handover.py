@@ -70,8 +70,13 @@ class Handover:
             request = MountRequest.from_bytes(data)
             mounted, fd = self._node.mount(request, pid)
         except (DsecError, LinuxError, OSError) as error:
-            log.warning("refused", pid=pid, reason=str(error))
+            log.warning("refused", pid=pid, reason=error)
             send_with_fds(connection, encode({"error": str(error)}), [])
+            return
+        except Exception as error:
+            log.exception("a request failed by a fault of ours", pid=pid)
+            text = f"a fault in the node: {type(error).__name__}: {error}; see {self._node.home.node_log}"
+            send_with_fds(connection, encode({"error": text}), [])
             return
         try:
             send_with_fds(connection, encode(mounted.to_dict()), [fd])

@@ -5,16 +5,26 @@ GET /v1/status, GET /v1/stats, POST /v1/stop?force=0|1. Errors are ``{"error": o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from dsec_store.errors import DsecError
 from dsec_store.node.core import Node
+
+
+class JSONResponse(Response):
+    """JSON in ASCII: a path that is not UTF-8 has surrogates, which no encoding takes."""
+
+    media_type = "application/json"
+
+    def render(self, content: object) -> bytes:
+        return json.dumps(content).encode()
 
 
 def create_app(node: Node, stop: Callable[[], None]) -> Starlette:

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
 from dsec_linux import bdi
 from dsec_linux.mounts import mount_erofs
@@ -37,13 +38,33 @@ log = Log("dsec.node")
 class MountedLayer:
     """A mounted layer: the descriptor of its detached mount and, when served on demand, its blob."""
 
-    def __init__(self, key: tuple[str, str], fd: int, export: str, blob: Blob | None, stats: LayerStats) -> None:
+    def __init__(
+        self,
+        key: tuple[str, str],
+        fd: int,
+        export: str,
+        blob: Blob | None,
+        stats: LayerStats,
+        image_path: Path,
+        image: tuple[int, ...],
+    ) -> None:
         self.key = key
+        self.image_path = image_path
+        self.image = image
         self.fd = fd
         self.export = export
         self.blob = blob
         self.stats = stats
         self.users = 0
+
+
+def _signature(path: Path) -> tuple[int, ...]:
+    """What changes when a file is written or replaced."""
+    try:
+        info = path.stat()
+    except FileNotFoundError:
+        return ()
+    return info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
 
 
 def _key(layer: ResolvedLayer) -> tuple[str, str]:
@@ -99,9 +120,11 @@ class LayerMounts:
         with turn:
             with self._lock:
                 found = self._layers.get(key)
-                if found is not None:
+                if found is not None and (found.users or found.image == _signature(found.image_path)):
                     found.users += 1
                     return found
+                if found is not None:  # its image was changed while nobody used it
+                    self._close(self._layers.pop(key))
             mounted = self._mount(key, layer, plain_http)
             mounted.users = 1
             with self._lock:
@@ -125,14 +148,15 @@ class LayerMounts:
         if raw is None:
             table = self._resolver.chunk_table(layer, plain_http)
             stats = LayerStats(layer.id, layer.reference, layer.source.name, table.data_size, len(table))
-        if not metadata.usable(image, layer.config.metadata_digest):
+        if not metadata.usable(image, layer.config, layer.reference):
             stored = self._resolver.metadata_object(layer, plain_http)
             if layer.place is not None:
                 stats.add(metadata_fetched=len(stored), requests=1)
             metadata.unpack(self._home, layer.config, stored, layer.reference)
+        signature = _signature(image)
         if raw is not None:
             stats.export = "direct"
-            return MountedLayer(key, self._mount_erofs(str(image), raw), "direct", None, stats)
+            return MountedLayer(key, self._mount_erofs(str(image), raw), "direct", None, stats, image, signature)
         assert table is not None
         blob = self._blob(layer, table, stats)
         fuse = self._fuse()
@@ -145,7 +169,7 @@ class LayerMounts:
             raise
         if layer.place is not None and layer.manifest.data.size <= SMALL_LAYER:
             fuse.soon(blob.fetcher.prefetch_all)
-        return MountedLayer(key, fd, "fuse", blob, stats)
+        return MountedLayer(key, fd, "fuse", blob, stats, image, signature)
 
     def _raw_file(self, layer: ResolvedLayer) -> str | None:
         """The whole data blob on this disk, or None."""

@@ -19,18 +19,31 @@ from dsec_store.home import Home
 from erofs_tools.errors import ErofsError
 from erofs_tools.verify import verify
 
+_INODE_COUNT = 1024 + 16
+"""Where the superblock has its number of inodes, which ``verify`` has found to be true."""
 
-def usable(path: Path, digest: str) -> bool:
-    """Whether the image is there with the right bytes; a damaged one is removed."""
+
+def usable(path: Path, config: LayerConfig, what: str) -> bool:
+    """Whether the image is there with the right bytes; a damaged one is removed.
+
+    Raises IntegrityError when the config says another number of inodes than there are.
+    """
     try:
         with open(path, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
+            count = int.from_bytes(os.pread(file.fileno(), 8, _INODE_COUNT), "little")
     except FileNotFoundError:
         return False
-    if f"sha256:{found}" == digest:
+    if f"sha256:{found}" == config.metadata_digest:
+        _check_count(count, config, what)
         return True
     path.unlink(missing_ok=True)
     return False
+
+
+def _check_count(found: int, config: LayerConfig, what: str) -> None:
+    if found != config.inodes:
+        raise IntegrityError(f"{what}: the metadata image has {found} inodes; its config says {config.inodes}")
 
 
 def unpack(home: Home, config: LayerConfig, stored: bytes, what: str) -> Path:
@@ -51,10 +64,7 @@ def unpack(home: Home, config: LayerConfig, stored: bytes, what: str) -> Path:
             while view:
                 view = view[os.write(fd, view) :]
             verified = verify(f"/proc/self/fd/{fd}", data_size=config.data_size, digest=None)
-            if verified.inodes != config.inodes:
-                raise IntegrityError(
-                    f"{what}: the metadata image has {verified.inodes} inodes; its config says {config.inodes}"
-                )
+            _check_count(verified.inodes, config, what)
             try:
                 link_fd(fd, str(path))
             except FileExistsError:

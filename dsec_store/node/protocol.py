@@ -90,19 +90,26 @@ class Mounted:
     ``layers`` is base first, each ``{"id", "kind", "manifest", "reference", "source", "data_root", "export"}``;
     ``source`` is ``HOST[:PORT]/NAME`` or None for this machine's store, ``export`` is ``direct`` or ``fuse``.
     ``run`` is the OCI execution config of the lowest base layer, ``environment`` the environment's id, ``device``
-    the ``MAJOR:MINOR`` of the mount.
+    the ``MAJOR:MINOR`` of the mount and ``mount_id`` its number in the mount table, whatever becomes of its path.
     """
 
-    __slots__ = ("device", "environment", "id", "layers", "run")
+    __slots__ = ("device", "environment", "id", "layers", "mount_id", "run")
 
     def __init__(
-        self, id: str, layers: list[dict[str, Any]], run: dict[str, Any], environment: str, device: str
+        self,
+        id: str,
+        layers: list[dict[str, Any]],
+        run: dict[str, Any],
+        environment: str,
+        device: str,
+        mount_id: int,
     ) -> None:
         self.id = id
         self.layers = layers
         self.run = run
         self.environment = environment
         self.device = device
+        self.mount_id = mount_id
 
     def to_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dsec_linux.mounts import mountinfo
+from dsec_linux.mounts import MountInfo, mountinfo
 from dsec_store.errors import NodeError
 from dsec_store.home import Home
 
@@ -78,8 +78,13 @@ def in_use(home: Home, record: dict[str, Any]) -> bool:
     if "target" in owner:
         if Path(f"/proc/{record.get('pid')}").exists():
             return True  # who asked for it may be about to attach it, in a mount namespace of its own
-        return any(m.target == owner["target"] and m.major_minor == record.get("device") for m in mountinfo())
+        return any(is_mount(mount, record) for mount in mountinfo())
     return False
+
+
+def is_mount(mount: MountInfo, record: dict[str, Any]) -> bool:
+    """Whether an entry of the mount table is the mount that a record is about; its path may have been renamed."""
+    return mount.id == record.get("mount_id") and mount.major_minor == record.get("device")
 
 
 def _locked(path: Path) -> bool:

@@ -7,11 +7,14 @@ so that a warm node asks a registry for the manifest of a tag and nothing else.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from dsec_linux.files import link_fd, unnamed_file
+from dsec_store import media
 from dsec_store.backends.local import LocalBackend
 from dsec_store.chunks import ChunkTable
 from dsec_store.config import LayerConfig
@@ -72,12 +75,14 @@ class Resolver:
         reference = parse_reference(argument.reference)
         if reference.host is None:
             digest = reference.digest or self._store.get_ref(reference.name, reference.version)
-            parsed = parse_manifest(self._store.read(digest))
+            data = self._checked(self._store.read(digest), digest, argument.reference)
         else:
-            parsed = parse_manifest(self._registries.manifest(reference, plain_http))
-        if isinstance(parsed, LayerManifest):
-            return False, [self._layer(argument.reference, parsed, reference, plain_http)]
-        return True, list(self._environment(argument.reference, parsed, reference, plain_http))
+            data = self._registries.manifest(reference, plain_http)
+        with naming(argument.reference):
+            parsed = parse_manifest(data)
+            if isinstance(parsed, LayerManifest):
+                return False, [self._layer(argument.reference, parsed, reference, plain_http)]
+            return True, list(self._environment(argument.reference, parsed, reference, plain_http))
 
     def _environment(
         self, text: str, index: EnvironmentIndex, reference: Reference, plain_http: bool
@@ -94,12 +99,21 @@ class Resolver:
             parsed = parse_manifest(data)
             if not isinstance(parsed, LayerManifest):
                 raise IntegrityError(f"environment {text}: {entry.manifest_digest} is an environment; expected a layer")
-            found.append(self._layer(text, parsed, layer_reference, plain_http))
+            layer = self._layer(text, parsed, layer_reference, plain_http)
+            if entry.id not in (None, layer.id) or entry.kind not in (None, layer.config.kind):
+                raise IntegrityError(
+                    f"environment {text}: it lists {entry.manifest_digest} as {entry.kind} {entry.id}; the layer is "
+                    f"{layer.config.kind} {layer.id}"
+                )
+            found.append(layer)
         return found
 
     def _layer(self, text: str, manifest: LayerManifest, reference: Reference, plain_http: bool) -> ResolvedLayer:
         config_data = self._small(manifest.config.digest, manifest.config.size, reference, plain_http)
         config = LayerConfig.parse(config_data)
+        said = manifest.annotations.get(media.KIND, config.kind)
+        if said != config.kind:
+            raise IntegrityError(f"layer manifest {manifest.digest}: it says kind {said}, its config {config.kind}")
         if reference.host is None:
             return ResolvedLayer(text, manifest, config, None, self._store_source)
         source = self._registries.source(reference.host, reference.name, plain_http)
@@ -143,7 +157,8 @@ class Resolver:
     def chunk_table(self, layer: ResolvedLayer, plain_http: bool) -> ChunkTable:
         """The layer's chunk table, checked against its config."""
         data = self._small(layer.manifest.chunks.digest, layer.manifest.chunks.size, self._where(layer), plain_http)
-        table = ChunkTable.parse(data, root=layer.config.data_root, stored_size=layer.manifest.data.size)
+        with naming(layer.reference):
+            table = ChunkTable.parse(data, root=layer.config.data_root, stored_size=layer.manifest.data.size)
         if table.data_size != layer.config.data_size:
             raise IntegrityError(
                 f"{layer.reference}: the chunk table is for {table.data_size} bytes, not for {layer.config.data_size}"
@@ -167,6 +182,17 @@ class Resolver:
 
     def close(self) -> None:
         self._pool.shutdown()
+
+
+@contextmanager
+def naming(reference: str) -> Iterator[None]:
+    """Say which reference an error of a format is about."""
+    try:
+        yield
+    except IntegrityError as error:
+        if reference in str(error):
+            raise
+        raise IntegrityError(f"{reference}: {error}") from error
 
 
 def _check_place(argument: LayerArg, group: tuple[bool, list[ResolvedLayer]], *, first: bool) -> None:

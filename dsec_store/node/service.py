@@ -36,16 +36,14 @@ def run_node(home: Home, ready_fd: int | None = None) -> None:
     to_stderr()
     try:
         home.ensure()
-        lock = _take_lock(home)
+        _take_lock(home)
     except DsecError as error:
         if ready_fd is None:
             raise
         os.write(ready_fd, str(error).encode())
         os._exit(1)
-    try:
-        _serve(home, ready_fd)
-    finally:
-        os.close(lock)
+    _serve(home, ready_fd)
+    # the lock is not let go: whoever waits for the node to be gone waits for the end of the process
 
 
 def _serve(home: Home, ready_fd: int | None) -> None:
@@ -116,7 +114,7 @@ class Stop:
         return self.fd not in readable
 
 
-def _take_lock(home: Home) -> int:
+def _take_lock(home: Home) -> None:
     fd = os.open(home.node_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,7 +124,6 @@ def _take_lock(home: Home) -> int:
         raise NodeError(f"a node runs already for {home.path} (pid {pid or 'unknown'})") from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd
 
 
 def _listen(path: Path, kind: socket.SocketKind) -> socket.socket:

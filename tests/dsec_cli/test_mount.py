@@ -208,3 +208,77 @@ def test_the_total_is_the_sum_of_the_layers(dsec: Dsec, home: Home, layers: None
         assert dsec("stats", home=node_home.path).stdout.splitlines()[0].split()[0] == "LAYER"
         dsec("umount", tmp_path / "at", home=node_home.path)
         dsec("node", "stop", home=node_home.path)
+
+
+def test_nothing_is_imported_from_the_callers_directory(dsec: Dsec, layers: None, tmp_path: Path) -> None:
+    evil = tmp_path / "evil"
+    (evil / "at").mkdir(parents=True)
+    for name in ("http", "logging", "types", "dsec_cli", "json"):
+        (evil / f"{name}.py").write_text(f"open({str(evil / 'ran')!r}, 'w').close()\n")
+    dsec("mount", "base:1", "--at", "at", cwd=evil, env={"PYTHONSTARTUP": str(evil / "json.py")})
+    dsec("stats", cwd=evil)
+    dsec("umount", "at", cwd=evil)
+    assert not (evil / "ran").exists()
+
+
+def test_a_path_that_is_not_utf8_is_listed(dsec: Dsec, layers: None, tmp_path: Path) -> None:
+    at = Path(os.fsdecode(os.fsencode(tmp_path) + b"/m\xff\nx"))
+    at.mkdir()
+    dsec("mount", "base:1", "--at", at)
+    [mount] = dsec.json("node", "status")["mounts"]
+    assert os.fsencode(mount["owner"]["target"]) == os.fsencode(at)
+    shown = dsec("node", "status").stdout
+    dsec("umount", at)
+    assert len(shown.splitlines()) == 6  # two tables of one row
+
+
+@pytest.mark.parametrize("change", ["mode", "xattr"])
+def test_a_change_of_the_root_directory_alone_is_kept(dsec: Dsec, layers: None, tmp_path: Path, change: str) -> None:
+    at = tmp_path / "at"
+    at.mkdir()
+    dsec("mount", "base:1", "--at", at, "--rw")
+    if change == "mode":
+        at.chmod(0o711)
+    else:
+        os.setxattr(at, "user.key", b"value")
+    assert "the changes are kept" in dsec("umount", at).stdout
+    [sandbox] = dsec.json("ps")
+    dsec("pack-diff", sandbox["id"], "--ref", "root:1")
+    dsec("rm", sandbox["id"])
+    dsec("mount", "root:1", "--at", at)
+    if change == "mode":
+        assert at.stat().st_mode & 0o777 == 0o711
+    else:
+        assert os.getxattr(at, "user.key") == b"value"
+    dsec("umount", at)
+
+
+def test_a_named_mount_stays_until_it_is_removed(dsec: Dsec, layers: None, tmp_path: Path) -> None:
+    (tmp_path / "at").mkdir()
+    dsec("mount", "base:1", "--at", tmp_path / "at", "--rw", "--name", "mine")
+    dsec("umount", tmp_path / "at")
+    assert [sandbox["name"] for sandbox in dsec.json("ps")] == ["mine"]
+    dsec("rm", "mine")
+
+
+@pytest.mark.parametrize("mode", ["ro", "rw"])
+def test_a_mount_is_found_where_its_folder_was_moved_to(dsec: Dsec, layers: None, tmp_path: Path, mode: str) -> None:
+    (tmp_path / "p" / "at").mkdir(parents=True)
+    options = ["--rw", "--name", "n"] if mode == "rw" else []
+    dsec("mount", "base:1", "--at", tmp_path / "p" / "at", *options)
+    (tmp_path / "p").rename(tmp_path / "q")
+    assert [mount["in_use"] for mount in dsec.json("node", "status")["mounts"]] == [True]
+    if mode == "rw":
+        assert str(tmp_path / "q" / "at") in dsec("rm", "n", check=False).stderr
+    dsec("umount", tmp_path / "q" / "at")
+    if mode == "rw":
+        dsec("rm", "n")
+
+
+def test_the_home_can_be_unmounted_as_soon_as_the_node_has_stopped(dsec: Dsec, tmp_path: Path, layers: None) -> None:
+    (tmp_path / "at").mkdir()
+    dsec("mount", "base:1", "--at", tmp_path / "at")
+    pid = dsec.json("node", "status")["pid"]
+    dsec("umount", tmp_path / "at")
+    dsec("node", "stop")
+    assert not Path(f"/proc/{pid}").exists() or _is_zombie(pid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from dsec_linux.mounts import attach, umount
 from dsec_store.errors import DsecError, NodeError, ReferenceUnknown, WrongKind
 from dsec_store.home import Home
 from dsec_store.layers.store import LayerStore
+from dsec_store.manifest import EnvironmentIndex
 from dsec_store.node.core import Node
 from dsec_store.node.protocol import LayerArg, MountRequest
 from dsec_store.node.records import read_records
@@ -197,5 +199,62 @@ def test_a_mount_id_is_a_plain_file_name(publisher: Home, bad: str) -> None:
     try:
         with pytest.raises(NodeError, match="not a mount id"):
             node.mount(request("base:1", mount_id=bad))
+    finally:
+        node.close()
+
+
+def test_an_image_that_was_changed_while_nobody_used_it_is_made_again(publisher: Home, tmp_path: Path) -> None:
+    node = Node(publisher)
+    try:
+        with mounting(node, tmp_path / "at", "base:1") as at:
+            assert (at.path / "hello").read_text() == "from the base\n"
+        image = publisher.meta_file(node._resolver.resolve([LayerArg("base:1")], False)[0].config.metadata_digest)
+        good = image.read_bytes()
+        with open(image, "r+b") as file:
+            file.seek(2000)
+            file.write(bytes(500))
+        with mounting(node, tmp_path / "at", "base:1") as at:
+            assert (at.path / "hello").read_text() == "from the base\n"
+            assert image.read_bytes() == good
+    finally:
+        node.close()
+
+
+def test_a_layer_named_twice_counts_once(publisher: Home, tmp_path: Path) -> None:
+    node = Node(publisher)
+    try:
+        with mounting(node, tmp_path / "at", "base:1", "work:1", "tool:1", "work:1") as at:
+            assert (at.path / "hello").read_text() == "from the workspace\n"
+            assert (at.path / "tool").exists()
+    finally:
+        node.close()
+
+
+def test_a_manifest_that_was_changed_in_the_store_is_named(publisher: Home) -> None:
+    digest = LayerStore(publisher).resolve(parse_reference("base:1")).digest.removeprefix("sha256:")
+    path = publisher.store / "blobs" / "sha256" / digest[:2] / digest
+    text = path.read_bytes()
+    path.unlink()
+    path.write_bytes(text.replace(b"zstd ", b"zsTd ", 1))
+    node = Node(publisher)
+    try:
+        with pytest.raises(DsecError, match=rf"base:1.*{digest}"):
+            node.mount(request("base:1"))
+    finally:
+        node.close()
+
+
+def test_an_environment_that_says_other_kinds_than_its_layers_have_is_refused(publisher: Home) -> None:
+    store = LayerStore(publisher)
+    base = store.resolve(parse_reference("base:1"))
+    entry = base.in_environment()  # type: ignore[union-attr]
+    lie = EnvironmentIndex.build([replace(entry, kind="toolkit")])
+    with store.backend.writer() as blob:
+        blob.write(lie.raw)
+        store.backend.publish([blob], "lie", "1", lie.digest)
+    node = Node(publisher)
+    try:
+        with pytest.raises(DsecError, match="lie:1.*toolkit"):
+            node.mount(request("lie:1"))
     finally:
         node.close()
