@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 
-from erofs_tools.errors import SourceError
+from erofs_tools.errors import SourceError, escape, shorten
 
 ACCESS_XATTR = b"system.posix_acl_access"
 DEFAULT_XATTR = b"system.posix_acl_default"
@@ -72,7 +72,7 @@ def _parse_entry(item: bytes, path: bytes) -> tuple[tuple[int, int], int]:
     tag, id_ = unnamed, _NO_ID
     if who:
         number = fields[3] if len(fields) == 4 else who
-        if named is None or not number.isdigit():
+        if named is None or not number.isdigit() or len(number) > 20:
             raise _bad(f"{_show(item)} by name; expected a number (tar --xattrs keeps it)", path)
         tag, id_ = named, int(number)
         if id_ >= _NO_ID:
@@ -87,7 +87,7 @@ def _parse_entry(item: bytes, path: bytes) -> tuple[tuple[int, int], int]:
 
 
 def _show(item: bytes) -> str:
-    return item.decode("utf-8", "backslashreplace")
+    return shorten(escape(item.decode("utf-8", "backslashreplace")))
 
 
 def _bad(what: str, path: bytes) -> SourceError:

@@ -7,7 +7,7 @@ import os
 import stat
 from typing import Any
 
-from erofs_tools.errors import show_path
+from erofs_tools.errors import whole_path
 from erofs_tools.ondisk import BLOCK, COMPAT_NAMES, INCOMPAT_NAMES, LAYOUT_NAMES
 from erofs_tools.reader import Image, Inode
 from erofs_tools.tree import OPAQUE_VALUE, OPAQUE_XATTR, WHITEOUT_RDEV
@@ -74,11 +74,11 @@ def _describe(image: Image, largest: int) -> dict[str, Any]:
             "epoch": superblock.epoch,
             "build_time": superblock.build_time,
             "uuid": superblock.uuid.hex(),
-            "volume": show_path(superblock.volume.rstrip(b"\0")) if superblock.volume.strip(b"\0") else "",
+            "volume": whole_path(superblock.volume.rstrip(b"\0")) if superblock.volume.strip(b"\0") else "",
         },
         "devices": [
             {
-                "tag": show_path(device.tag) if device.tag else "",
+                "tag": whole_path(device.tag) if device.tag else "",
                 "blocks": device.blocks,
                 "size": device.blocks * BLOCK,
                 "address": device.address,
@@ -94,8 +94,8 @@ def _describe(image: Image, largest: int) -> dict[str, Any]:
         "xattrs": xattrs,
         "layouts": {name: count for name, count in layouts.items() if count},
         "contents": {"size": contents, "holes": holes, "stretches": extents},
-        "largest_files": [{"path": show_path(path), "size": size} for size, path in _sorted(files)],
-        "largest_directories": [{"path": show_path(path), "names": count} for count, path in _sorted(folders)],
+        "largest_files": [{"path": whole_path(path), "size": size} for size, path in _sorted(files)],
+        "largest_directories": [{"path": whole_path(path), "names": count} for count, path in _sorted(folders)],
     }
 
 

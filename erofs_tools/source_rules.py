@@ -7,7 +7,7 @@ another's name) or leftovers of an overlay that would mean something else here.
 
 from __future__ import annotations
 
-from erofs_tools.errors import SourceError
+from erofs_tools.errors import SourceError, show_path
 
 WHITEOUT_PREFIX = b".wh."
 """OCI image specification, "Representing Changes": a name that removes the rest of the name from the layers below."""
@@ -40,9 +40,7 @@ def layer_xattrs(xattrs: dict[bytes, bytes], path: bytes, *, strip_overlay: bool
         if is_overlay_xattr(name):
             if strip_overlay:
                 continue
-            raise SourceError(
-                f"extended attribute {name.decode('utf-8', 'backslashreplace')} belongs to overlayfs", path
-            )
+            raise SourceError(f"extended attribute {show_path(name)} belongs to overlayfs", path)
         kept[name] = value
     return kept
 

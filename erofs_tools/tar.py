@@ -16,6 +16,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from erofs_tools.content import Archive, PiecesContent, RangeContent, os_error_text
 from erofs_tools.errors import SourceError, show_path
@@ -73,11 +74,13 @@ def from_tar(
 def _open(path: str | os.PathLike[str], spool_dir: str | os.PathLike[str]) -> Archive:
     name = show_path(os.fsencode(path))
     try:
+        _refuse_devices(Path(path).stat().st_mode, name)  # before opening it, which some devices take for an order
         source = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise SourceError(f"cannot open {name}: {os_error_text(error)}") from error
     try:
         kind = os.fstat(source).st_mode
+        _refuse_devices(kind, name)
         if stat.S_ISDIR(kind):
             raise SourceError(f"{name} is a directory; expected a tar archive")
         try:
@@ -105,6 +108,13 @@ def _open(path: str | os.PathLike[str], spool_dir: str | os.PathLike[str]) -> Ar
     finally:
         if source >= 0:
             os.close(source)
+
+
+def _refuse_devices(mode: int, name: str) -> None:
+    """A device may never end (/dev/zero), and has no size."""
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        kind = "character" if stat.S_ISCHR(mode) else "block"
+        raise SourceError(f"{name} is a {kind} device; expected a tar archive, as a file or through a pipe")
 
 
 class _Builder:

@@ -18,7 +18,7 @@ from urllib.parse import unquote_to_bytes
 
 from erofs_tools.acl import ACCESS_XATTR, DEFAULT_XATTR, acl_from_text
 from erofs_tools.content import Archive, Piece
-from erofs_tools.errors import SourceError
+from erofs_tools.errors import SourceError, show, show_path
 from erofs_tools.tar_fields import number, pax_integer, pax_records, pax_time, string
 from erofs_tools.tar_sparse import BLOCK, Pairs, old_gnu_pairs, pairs_from_text, pax_1_0_pairs, place
 
@@ -243,10 +243,10 @@ def _xattrs(records: dict[bytes, bytes], path: bytes) -> dict[bytes, bytes]:
             try:
                 others[name] = base64.b64decode(value + b"=" * (-len(value) % 4), validate=True)
             except binascii.Error as error:
-                raise SourceError(f"{key.decode('utf-8', 'backslashreplace')} is not base64: {error}", path) from error
+                raise SourceError(f"{show_path(key)} is not base64: {error}", path) from error
         elif key.startswith(b"SCHILY.acl.") and value:
             if key not in _ACLS:
-                raise SourceError(f"{key.decode('utf-8', 'backslashreplace')}: only POSIX lists can be kept", path)
+                raise SourceError(f"{show_path(key)}: only POSIX lists can be kept", path)
             acls.append(key)
     for name in others:  # bsdtar writes attributes both ways; the raw bytes are exact
         xattrs.setdefault(name, others[name])
@@ -283,7 +283,9 @@ def _apply_sparse(
             listed = extensions.get(b"GNU.sparse.map")
             pairs = extensions.pairs if listed is None else pairs_from_text(listed.split(b","), where)
         else:
-            raise SourceError(f"{where}: sparse format {b'.'.join(version)!r}; expected 0.0, 0.1 or 1.0", member.name)
+            raise SourceError(
+                f"{where}: sparse format {show(b'.'.join(version))}; expected 0.0, 0.1 or 1.0", member.name
+            )
     if data + stored > archive.size:
         raise archive.truncated("contents", data + stored, member.name)
     member.pieces = place(pairs, size, data, stored, where)

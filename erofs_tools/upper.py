@@ -12,7 +12,7 @@ import os
 import stat
 
 from erofs_tools.directory import Rules, scan
-from erofs_tools.errors import SourceError
+from erofs_tools.errors import SourceError, show_path
 from erofs_tools.source_rules import OVERLAY_PREFIX, is_overlay_xattr, layer_xattrs
 from erofs_tools.tree import OPAQUE_VALUE, OPAQUE_XATTR, Tree
 
@@ -39,9 +39,7 @@ class _UpperRules(Rules):
             if name == OPAQUE_XATTR and value == OPAQUE_VALUE and stat.S_ISDIR(mode):
                 opaque = True
             elif is_overlay_xattr(name) and name.startswith(OVERLAY_PREFIX):
-                raise SourceError(
-                    f"{name.decode('utf-8', 'backslashreplace')} = {value[:40]!r} is not understood", path
-                )
+                raise SourceError(f"{show_path(name)} = {value[:40]!r} is not understood", path)
             else:
                 others[name] = value
         kept = layer_xattrs(others, path, strip_overlay=False)

@@ -61,12 +61,16 @@ class Verified:
     data_size: int
 
 
-def verify(meta: str | os.PathLike[str], *, data_size: int, digest: str | None = None) -> Verified:
-    """Check a metadata file against the size of its data file and, if given, its own digest (``sha256:…``).
+def verify(
+    meta: str | os.PathLike[str] | bytes, *, data_size: int, digest: str | None = None, name: str | None = None
+) -> Verified:
+    """Check a metadata file (a path, or its bytes) against the size of its data file and, if given, its own digest
+    (``sha256:…``).
 
     Looked at: the superblock (checksum, features), the device table (exactly one device, of ``data_size`` bytes), every
     inode that can be reached, every name, xattr, symbolic link and extent. Raises VerifyError with the first thing
-    that is wrong and where it is; OSError when the file cannot be read. Memory: a few tens of bytes an inode.
+    that is wrong and where it is, behind ``name`` (without one, the path); OSError when the file cannot be read.
+    Memory: a few tens of bytes an inode.
     """
     try:
         with Image(meta) as image:
@@ -76,7 +80,9 @@ def verify(meta: str | os.PathLike[str], *, data_size: int, digest: str | None =
                     raise VerifyError(f"the digest is {found}; expected {digest}")
             return _Check(image, data_size).run()
     except FormatError as error:
-        raise VerifyError(f"{os.fspath(meta)}: {error}") from error
+        if name is None:
+            name = "the metadata image" if isinstance(meta, bytes) else show_path(os.fsencode(meta))
+        raise VerifyError(f"{name}: {error}") from error
 
 
 class _Check:

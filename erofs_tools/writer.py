@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from erofs_tools.contents import DataWriter
-from erofs_tools.errors import SourceError
+from erofs_tools.errors import SourceError, show_path
 from erofs_tools.ondisk import (
     BLOCK,
     BLOCK_BITS,
@@ -58,6 +58,8 @@ from erofs_tools.ondisk import (
 from erofs_tools.tree import Entry, Tree, parent_of
 
 _FLUSH = 1 << 20
+FILE_MAX = (NO_BLOCK - 1) * BLOCK
+"""Bytes of the largest file: the number of its blocks has 32 bits, like every number of blocks in an image."""
 _TABLE_PIECE = 1 << 16  # extent entries made at a time: a sparse file of a terabyte has 268 million
 
 
@@ -98,23 +100,28 @@ class _Inode:
     block: int = NO_BLOCK  # plain: first whole block in the metadata file
 
 
-def write_image(tree: Tree, metadata: BinaryIO, data: Callable[[bytes], object]) -> ImageStats:
+def write_image(
+    tree: Tree, metadata: BinaryIO, data: Callable[[bytes], object], *, metadata_max: int = NO_BLOCK * BLOCK
+) -> ImageStats:
     """Write ``tree``: ``data`` gets the data file as whole blocks in order, then ``metadata`` (need not seek) gets
-    the image.
+    the image, of at most ``metadata_max`` bytes.
 
     Contents are opened one at a time, in path order; files of which another has the same size are hashed, and read
     twice if larger than 1 MiB. Memory: a few hundred bytes an entry, and 2 MiB. Raises SourceError with the path of
-    what cannot be expressed (an xattr's name, value or number) and of contents that are not what the tree says.
+    what cannot be expressed (an xattr's name, value or number, a size), before anything is written, and of contents
+    that are not what the tree says.
     """
     inodes = _collect(tree)
     for inode in inodes:
         inode.xattrs = xattr_body(inode.entry)
         _rdev(inode.entry)  # every error there can be before anything is written
+        _size_file(inode)
+    end = _place(inodes)
+    blocks = _place_whole_blocks(inodes, -(-end // BLOCK))
+    _check_size(inodes, blocks * BLOCK, metadata_max)
     store = DataWriter(data)
     file_size = _store_contents(inodes, store)
     store.flush()
-    end = _place(inodes)
-    blocks = _place_whole_blocks(inodes, -(-end // BLOCK))
     _emit(inodes, blocks, store.blocks, metadata)
     kinds = Counter(stat.S_IFMT(inode.entry.mode) for inode in inodes)
     known = (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)
@@ -170,7 +177,7 @@ def xattr_body(entry: Entry) -> bytes:
         return b""
     parts = [bytes(XATTR_HEADER_SIZE)]
     for name, value in sorted(entry.xattrs.items()):
-        shown = name.decode("utf-8", "backslashreplace")
+        shown = show_path(name)
         for index, prefix in XATTR_PREFIXES.items():
             if name == prefix if index in XATTR_WHOLE_NAMES else name.startswith(prefix) and len(name) > len(prefix):
                 suffix = name[len(prefix) :]
@@ -201,18 +208,44 @@ def _icount(body: bytes) -> int:
     return (len(body) - XATTR_HEADER_SIZE) // 4 + 1 if body else 0
 
 
+def _size_file(inode: _Inode) -> None:
+    """Size and layout of a file, which do not depend on what is in it: a hole has its extents too."""
+    if stat.S_ISREG(inode.entry.mode) and inode.entry.size:
+        inode.size = inode.entry.size
+        inode.layout = LAYOUT_CHUNKS
+
+
+def _table_size(inode: _Inode) -> int:
+    return -(-inode.size // BLOCK) * EXTENT_ENTRY_SIZE if inode.layout == LAYOUT_CHUNKS else 0
+
+
+def _check_size(inodes: list[_Inode], size: int, limit: int) -> None:
+    """Raise SourceError for a metadata image that is too large, with the file that takes the most of it."""
+    largest = max(inodes, key=_table_size)
+    table = _table_size(largest)
+    if size <= limit and table <= FILE_MAX // BLOCK * EXTENT_ENTRY_SIZE:
+        return
+    limit = min(limit, NO_BLOCK * BLOCK)
+    if size <= limit:
+        raise SourceError(
+            f"a size of {largest.size} bytes; a file in an image has at most {FILE_MAX}", largest.entry.path
+        )
+    found = f"the metadata image would have {size} bytes; at most {limit} are allowed"
+    if 2 * table > limit:
+        raise SourceError(
+            f"{found}, and this file of {largest.size} bytes takes {table} of them (8 for each 4 KiB of it, holes too):"
+            " leave it out or make it smaller",
+            largest.entry.path,
+        )
+    raise SourceError(f"{found}: split the source into several layers ({len(inodes)} inodes)")
+
+
 def _store_contents(inodes: list[_Inode], store: DataWriter) -> int:
-    files = [inode for inode in inodes if stat.S_ISREG(inode.entry.mode)]
-    sizes = Counter(inode.entry.size for inode in files)
-    total = 0
+    files = [inode for inode in inodes if inode.layout == LAYOUT_CHUNKS]
+    sizes = Counter(inode.size for inode in files)
     for inode in files:
-        size = inode.entry.size
-        inode.size = size
-        if size:
-            inode.layout = LAYOUT_CHUNKS
-            inode.runs = store.add(inode.entry, sizes[size] > 1)
-            total += size
-    return total
+        inode.runs = store.add(inode.entry, sizes[inode.size] > 1)
+    return sum(inode.size for inode in files)
 
 
 def _place(inodes: list[_Inode]) -> int:
@@ -224,7 +257,7 @@ def _place(inodes: list[_Inode]) -> int:
         mode = inode.entry.mode
         if inode.layout == LAYOUT_CHUNKS:
             inode.position = position
-            position = -(-(position + length) // 8) * 8 + -(-inode.size // BLOCK) * EXTENT_ENTRY_SIZE
+            position = -(-(position + length) // 8) * 8 + _table_size(inode)
             continue
         if stat.S_ISDIR(mode):
             # sorted with "." and "..": names such as "!" and "-" come before them

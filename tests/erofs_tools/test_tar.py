@@ -306,3 +306,23 @@ def test_owners_go_up_to_what_linux_can_tell_from_none(tar: Path) -> None:
 def test_records_survive_in_any_order_and_last_wins(tar: Path) -> None:
     body = record(b"mtime", b"1") + record(b"mtime", b"2")
     assert tar_values(archive(tar, member(b"h", body, b"x"), member(b"f")))[b"f"]["mtime"] == (2, 0)
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/null", "/dev/tty"])
+def test_a_device_is_no_archive(device: str, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=f"^{device} is a character device"), opened(Path(device)):
+        pass
+
+
+def test_a_block_device_is_no_archive(tmp_path: Path) -> None:
+    os.mknod(tmp_path / "disk", stat.S_IFBLK | 0o600, os.makedev(7, 0))
+    with pytest.raises(SourceError, match="disk is a block device"), opened(tmp_path / "disk"):
+        pass
+
+
+def test_a_path_of_many_components_is_cut_in_the_message(tar: Path) -> None:
+    name = b"/".join([b"deep"] * 20_000) + b"/../end"
+    with pytest.raises(SourceError) as caught, opened(archive(tar, pax({b"path": name}) + member(b"x"))):
+        pass
+    assert len(str(caught.value)) < 400
+    assert str(caught.value).startswith("deep/deep/") and "/../end" in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from erofs_tools.directory import from_directory
 from erofs_tools.errors import SourceError
+from erofs_tools.writer import write_image
 from tests.erofs_tools.trees import PAX, archive, gnu_tar, header, member, opened, padded, pax, tar_values, values
 
 FORMATS = {
@@ -170,3 +172,24 @@ def test_a_sparse_member_cut_anywhere_is_refused(tmp_path: Path, format_: str) -
         tar.write_bytes(data[:length])
         with pytest.raises(SourceError), opened(tar):
             pass
+
+
+@pytest.mark.parametrize("size", [1 << 40, 1 << 53, (1 << 63) - 1])
+def test_a_size_that_no_image_holds_is_refused_before_anything_is_written(tmp_path: Path, size: int) -> None:
+    records = {b"GNU.sparse.size": b"%d" % size, b"GNU.sparse.map": b"0,10", b"GNU.sparse.name": b"d/sp"}
+    tar = archive(tmp_path / "x.tar", pax(records) + member(b"GNUSparseFile.1/sp", b"x" * 10))
+    written: list[bytes] = []
+    metadata = io.BytesIO()
+    with opened(tar) as tree, pytest.raises(SourceError) as caught:
+        write_image(tree, metadata, written.append, metadata_max=1 << 30)
+    assert caught.value.path == b"d/sp"
+    assert f"this file of {size} bytes" in str(caught.value) and "at most 1073741824" in str(caught.value)
+    assert "make it smaller" in str(caught.value)
+    assert not written and not metadata.getvalue()
+
+
+def test_a_size_beyond_32_bits_of_blocks_is_refused_without_a_limit_of_the_caller(tmp_path: Path) -> None:
+    records = {b"GNU.sparse.size": b"%d" % (1 << 53), b"GNU.sparse.map": b"0,10", b"GNU.sparse.name": b"sp"}
+    tar = archive(tmp_path / "x.tar", pax(records) + member(b"GNUSparseFile.1/sp", b"x" * 10))
+    with opened(tar) as tree, pytest.raises(SourceError, match=r"^sp: .*9007199254740992 bytes"):
+        write_image(tree, io.BytesIO(), lambda _: None)

@@ -74,6 +74,15 @@ def test_the_digest_is_checked(small: Pair) -> None:
         verify(small.meta, data_size=size, digest="sha256:" + "0" * 64)
 
 
+def test_an_error_begins_with_the_name_that_the_caller_gives(small: Pair) -> None:
+    wrong = small.stats.data_size + BLOCK
+    for meta in (small.meta, small.meta.read_bytes()):
+        with pytest.raises(VerifyError, match=r"^layer x, metadata: the image names"):
+            verify(meta, data_size=wrong, name="layer x, metadata")
+    with pytest.raises(VerifyError, match=f"^{small.meta}: "):
+        verify(small.meta, data_size=wrong)
+
+
 @pytest.mark.parametrize("change", [-4096, 4096, 1, -1])
 def test_data_of_another_size_is_refused(small: Pair, change: int) -> None:
     with pytest.raises(VerifyError, match="blocks of data; the data has"):

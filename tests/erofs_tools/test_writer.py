@@ -132,6 +132,17 @@ def test_a_terabyte_of_holes_is_not_read() -> None:
     assert stats.data_size == 2 * BLOCK
 
 
+def test_many_inodes_that_do_not_fit_are_refused_with_advice() -> None:
+    tree = tree_of(*(file(b"%d" % i, b"x") for i in range(1000)))
+    out: list[bytes] = []
+    with pytest.raises(SourceError, match=r"at most 65536 are allowed: split the source .*1001 inodes"):
+        write_image(tree, io.BytesIO(), out.append, metadata_max=65536)
+    assert not out
+    meta = io.BytesIO()
+    stats = write_image(tree, meta, out.append, metadata_max=1 << 20)
+    assert stats.metadata_size == len(meta.getvalue())
+
+
 @pytest.mark.parametrize(
     ("xattrs", "text"),
     [
