@@ -120,6 +120,7 @@ def create(home: Home, config: dict[str, Any]) -> Sandbox:
                 if _read(home, other, CONFIG).get("name") == name:
                     raise NameInUse(f"the name {name!r} is in use by sandbox {other}: dsec rm {name}")
         path = os.fspath(home.sandbox(id))
+        lock: int | None = None
         try:
             os.mkdir(path, 0o700)
             lock = _take(f"{path}/{LOCK}")
@@ -131,6 +132,8 @@ def create(home: Home, config: dict[str, Any]) -> Sandbox:
             os.chmod(sandbox.folder("upper"), 0o755)  # the root directory that the sandbox sees: not the umask's choice
         except OSError as error:
             remove_tree(path)
+            if lock is not None:
+                os.close(lock)
             raise RuntimesError(f"cannot make the sandbox {path}: {error.strerror}") from error
     return sandbox
 

@@ -37,7 +37,7 @@ RECENT_MAX = 32
 AHEAD_MAX = 4
 """Chunks behind a miss that are fetched with it at most."""
 AHEAD_TRIAL = 16
-"""Chunks that are fetched ahead, one behind each miss, before it is judged whether that pays."""
+"""Chunks that are fetched ahead, two behind each miss, before it is judged whether that pays."""
 HOLD = 5.0
 """Seconds for which a failure is told again without asking: of a source that is down, and of a chunk that is bad."""
 ATTEMPTS_WRONG = 2
@@ -187,9 +187,9 @@ class Fetcher:
         if self._cache is None:
             return 0
         if self._stats.ahead < AHEAD_TRIAL:
-            return 1
+            return 2
         share = self._stats.ahead_used / self._stats.ahead
-        return 0 if share < 0.15 else 1 if share < 0.45 else 2 if share < 0.7 else AHEAD_MAX
+        return 0 if share < 0.15 else 1 if share < 0.3 else 2 if share < 0.5 else 3 if share < 0.7 else AHEAD_MAX
 
     def _known_error(self, index: int) -> DsecError | None:
         held = self._bad.get(index)

@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import socket
+import sys
 from pathlib import Path
 
 from dsec_store.errors import DsecError, NodeError
@@ -20,6 +21,9 @@ from dsec_store.home import Home
 from dsec_store.node.core import Node
 from dsec_store.node.handover import Handover
 from dsec_store.node.log import Log, to_stderr
+
+SWITCH_SECONDS = 0.0005
+"""A reader's answer passes through three threads; with Python's 5 ms each could wait that long for the interpreter."""
 
 log = Log("dsec.node")
 
@@ -33,6 +37,7 @@ def run_node(home: Home, ready_fd: int | None = None) -> None:
         os._exit(0)
     os.chdir("/")
     os.umask(0o077)
+    sys.setswitchinterval(SWITCH_SECONDS)
     to_stderr()
     try:
         home.ensure()

@@ -254,7 +254,7 @@ def test_an_environment_that_says_other_kinds_than_its_layers_have_is_refused(pu
         store.backend.publish([blob], "lie", "1", lie.digest)
     node = Node(publisher)
     try:
-        with pytest.raises(DsecError, match="lie:1.*toolkit"):
+        with pytest.raises(DsecError, match=r"lie:1.*toolkit"):
             node.mount(request("lie:1"))
     finally:
         node.close()
