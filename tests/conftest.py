@@ -31,6 +31,10 @@ def _on_disk(folder: str) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     if os.geteuid() != 0:
         pytest.exit("the tests mount file systems and make namespaces: run them as root", returncode=4)
+    # Who starts the run in the background may have these ignored, which every command under test would inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     # EROFS takes no metadata image from tmpfs or overlayfs, so tmp_path must be on a disk.
     if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
         for folder in (tempfile.gettempdir(), "/var/tmp", str(ROOT / "build")):
