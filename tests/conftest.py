@@ -29,6 +29,9 @@ def _on_disk(folder: str) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A job in the background of a script ignores SIGINT, and so would the commands that the tests interrupt.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.geteuid() != 0:
         pytest.exit("the tests mount file systems and make namespaces: run them as root", returncode=4)
     # Who starts the run in the background may have these ignored, which every command under test would inherit.

@@ -81,6 +81,8 @@ class HttpPool:
         except BaseException:
             self._drop(connection)
             raise
+        if response.length == 0:
+            response.read()  # read1 does not notice the end of a body whose length was told
         if response.isclosed() and not response.will_close:
             self._give_back(key, connection)
         else:
