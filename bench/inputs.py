@@ -25,8 +25,9 @@ SUITE = "bookworm"
 MIRROR = os.environ.get("DEBIAN_MIRROR", "http://deb.debian.org/debian")
 BASE_PACKAGES = (
     "ca-certificates,python3,python3-dev,python3-venv,python3-pip,git,build-essential,cmake,ripgrep,curl,less,procps,"
-    "vim-tiny"
+    "vim-tiny,clang,golang-go,nodejs,python3-scipy,python3-pandas"
 )
+"""What images for coding tasks usually hold: the tool chains of several languages, of which one task uses one."""
 BASE_STEPS = 930
 """Lines that debootstrap prints for these packages, about."""
 
