@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dsec_linux.mounts import mountinfo, umount
 from dsec_linux.process import SIGKILL, SIGTERM, pidfd_send_signal, start_time, wait_ended
 from dsec_store.errors import DsecError
-from dsec_store.node.records import is_mount
+from dsec_store.node.records import is_locked, is_mount
 from runtimes.errors import NameInUse, RuntimesError, SandboxBusy, SandboxUnknown
 from runtimes.ids import is_sandbox_id, sandbox_id
 from runtimes.records import now, unknown, write_json
@@ -397,18 +397,7 @@ def claim(home: Home, id: str) -> int | None:
 
 
 def _is_locked(home: Home, id: str) -> bool:
-    """Whether somebody holds the lock, without getting in the way of who wants it or asks the same."""
-    try:
-        fd = os.open(home.sandbox(id) / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+    return is_locked(home.sandbox(id) / LOCK)
 
 
 def _mounted_at(config: dict[str, Any]) -> str | None:

@@ -10,7 +10,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from dsec_linux.files import link_fd, unnamed_file
+from dsec_linux.files import link_fd, unnamed_file, write_all
 from dsec_store.config import LayerConfig
 from dsec_store.dataobject import decode_metadata
 from dsec_store.digests import digest_bytes
@@ -60,9 +60,7 @@ def unpack(home: Home, config: LayerConfig, stored: bytes, what: str) -> Path:
     try:
         fd = unnamed_file(str(home.meta))
         try:
-            view = memoryview(image)
-            while view:
-                view = view[os.write(fd, view) :]
+            write_all(fd, image)
             verified = verify(f"/proc/self/fd/{fd}", data_size=config.data_size, digest=None)
             _check_count(verified.inodes, config, what)
             try:

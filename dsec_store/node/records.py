@@ -74,7 +74,7 @@ def in_use(home: Home, record: dict[str, Any]) -> bool:
     """Whether the environment's owner still has it: a sandbox by its lock, a mount by the mount table."""
     owner = record.get("owner", {})
     if "sandbox" in owner:
-        return _locked(home.sandbox(owner["sandbox"]) / "lock")
+        return is_locked(home.sandbox(owner["sandbox"]) / "lock")
     if "target" in owner:
         if Path(f"/proc/{record.get('pid')}").exists():
             return True  # who asked for it may be about to attach it, in a mount namespace of its own
@@ -87,7 +87,8 @@ def is_mount(mount: MountInfo, record: dict[str, Any]) -> bool:
     return mount.id == record.get("mount_id") and mount.major_minor == record.get("device")
 
 
-def _locked(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
+    """Whether somebody holds an exclusive flock, without getting in the way of who wants it or asks the same."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsec_linux.files import link_fd, unnamed_file
+from dsec_linux.files import link_fd, unnamed_file, write_all
 from dsec_store import media
 from dsec_store.backends.local import LocalBackend
 from dsec_store.chunks import ChunkTable
@@ -222,15 +222,9 @@ def keep(path: Path, data: bytes) -> None:
     try:
         fd = unnamed_file(str(path.parent))
         try:
-            _write_all(fd, data)
+            write_all(fd, data)
             link_fd(fd, str(path))
         finally:
             os.close(fd)
     except OSError:
         pass
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
