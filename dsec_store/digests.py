@@ -6,6 +6,7 @@ import hashlib
 import re
 
 from dsec_store.errors import ReferenceInvalid
+from erofs_tools.errors import show
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -17,7 +18,7 @@ def is_digest(text: str) -> bool:
 def check_digest(text: str) -> str:
     """The same text; raises ReferenceInvalid when it is not a sha256 digest."""
     if not is_digest(text):
-        raise ReferenceInvalid(f"not a digest: {text!r}; expected sha256: and 64 hexadecimal digits")
+        raise ReferenceInvalid(f"not a digest: {show(text)}; expected sha256: and 64 hexadecimal digits")
     return text
 
 

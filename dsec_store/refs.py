@@ -1,6 +1,7 @@
 """References: ``name:tag``, ``name@sha256:…``, ``host:port/name:tag`` (OCI grammar; standard library only).
 
-What is a host follows docker's rule: the part before the first slash is one when it has a dot or a colon, or is ``localhost``.
+What is a host follows docker's rule: the part before the first slash is one when it has a dot or a colon, or is
+``localhost``.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ from dataclasses import dataclass, replace
 
 from dsec_store.digests import is_digest
 from dsec_store.errors import ReferenceInvalid
+from erofs_tools.errors import show
 
 _COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _NAME = re.compile(rf"{_COMPONENT}(?:/{_COMPONENT})*")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-_HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_HOST = re.compile(rf"(?:({_LABEL}(?:\.{_LABEL})*)|\[([0-9A-Fa-f:.]+)\])(?::([0-9]{{1,5}}))?")
+_HOST_MAX = 253
+"""Characters of a name in the DNS (RFC 1035 §2.3.4); one of its labels has 1 to 63."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A parsed reference. Without ``host`` it names the local store. Exactly one of ``tag`` and ``digest`` is set, or the
-    digest wins."""
+    """A parsed reference. Without ``host`` it names the local store. Exactly one of ``tag`` and ``digest`` is set,
+    or the digest wins."""
 
     name: str
     tag: str | None = None
@@ -61,31 +66,47 @@ def valid_tag(tag: str) -> bool:
     return _TAG.fullmatch(tag) is not None
 
 
+def _wrong_host(text: str) -> str:
+    """What is wrong with ``host[:port]``; empty when nothing is."""
+    found = _HOST.fullmatch(text)
+    if found is None:
+        return f"{show(text)} is not a host (labels of 1 to 63 letters, digits and -, joined by dots)"
+    name, address, port = found.groups()
+    if name is not None and len(name) > _HOST_MAX:
+        return f"{show(name)} is not a host: {len(name)} characters, at most {_HOST_MAX}"
+    if address is not None:
+        try:
+            ipaddress.IPv6Address(address)
+        except ValueError:
+            return f"{show(address)} is not an IPv6 address"
+    if port is not None and not 0 < int(port) < 65536:
+        return f"{port} is not a port"
+    return ""
+
+
 def parse_reference(text: str, *, default_tag: str = "latest") -> Reference:
     """Parse a reference; raises ReferenceInvalid with the part that is wrong."""
 
     def bad(why: str) -> ReferenceInvalid:
-        return ReferenceInvalid(f"not a reference: {text!r}: {why}; expected [HOST[:PORT]/]NAME[:TAG|@sha256:…]")
+        return ReferenceInvalid(f"not a reference: {show(text)}: {why}; expected [HOST[:PORT]/]NAME[:TAG|@sha256:…]")
 
     rest, host, digest, tag = text, None, None, None
     if "@" in rest:
         rest, digest = rest.split("@", 1)
         if not is_digest(digest):
-            raise bad(f"{digest!r} is not sha256: and 64 hexadecimal digits")
+            raise bad(f"{show(digest)} is not sha256: and 64 hexadecimal digits")
     first, slash, tail = rest.partition("/")
     if slash and ("." in first or ":" in first or first == "localhost"):
-        if _HOST.fullmatch(first) is None:
-            raise bad(f"{first!r} is not a host")
-        port = first.rsplit(":", 1)[1] if ":" in first and not first.endswith("]") else ""
-        if port and not 0 < int(port) < 65536:
-            raise bad(f"{port} is not a port")
+        why = _wrong_host(first)
+        if why:
+            raise bad(why)
         host, rest = first, tail
     if ":" in rest:
         rest, tag = rest.rsplit(":", 1)
         if not valid_tag(tag):
-            raise bad(f"{tag!r} is not a tag")
+            raise bad(f"{show(tag)} is not a tag")
     if not valid_name(rest):
-        raise bad(f"{rest!r} is not a name (lower-case components of letters and digits, joined by . _ - and /)")
+        raise bad(f"{show(rest)} is not a name (lower-case components of letters and digits, joined by . _ - and /)")
     if digest is None and tag is None:
         tag = default_tag
     return Reference(rest, None if digest else tag, digest, host)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import signal
 import socket
 from collections.abc import Callable, Generator
@@ -14,6 +15,7 @@ import uvicorn
 from dsec_store.backends.base import Backend
 from dsec_store.errors import RegistryError
 from dsec_store.registry.app import create_app
+from erofs_tools.errors import shorten, show
 
 GRACE = 1
 """Seconds that requests under way get when the process is asked to end."""
@@ -22,8 +24,13 @@ GRACE = 1
 def parse_address(text: str) -> tuple[str, int]:
     """``ADDR:PORT``, ``[V6]:PORT`` or ``:PORT`` (all addresses); raises RegistryError."""
     host, colon, port = text.rpartition(":")
-    if not colon or not port.isdecimal() or int(port) > 65535 or (":" in host and not host.startswith("[")):
-        raise RegistryError(f"not an address: {text!r}; expected ADDR:PORT, for example 127.0.0.1:5000")
+    if (
+        not colon
+        or not re.fullmatch(r"[0-9]{1,5}", port)
+        or int(port) > 65535
+        or (":" in host and not host.startswith("["))
+    ):
+        raise RegistryError(f"not an address: {show(text)}; expected ADDR:PORT, for example 127.0.0.1:5000")
     return host.strip("[]"), int(port)
 
 
@@ -45,7 +52,9 @@ def listen(address: str) -> socket.socket:
             raise
         return sock
     except OSError as error:
-        raise RegistryError(f"cannot listen on {address}: {error.strerror or error}") from error
+        raise RegistryError(f"cannot listen on {shorten(address)}: {error.strerror or error}") from error
+    except UnicodeError as error:  # of the codec that names go through on their way to the resolver
+        raise RegistryError(f"cannot listen on {shorten(address)}: {shorten(host)} is not a host") from error
 
 
 def address_of(sock: socket.socket) -> str:
