@@ -18,6 +18,7 @@ from dsec_store.chunks import BLOCK, CHUNK
 from dsec_store.digests import is_digest
 from dsec_store.errors import IntegrityError
 from dsec_store.media import KINDS
+from erofs_tools.errors import show
 
 SCHEMA = 1
 _MACHINES = {
@@ -45,7 +46,7 @@ def check_run(run: Mapping[str, Any]) -> dict[str, Any]:
     """The OCI image config's execution part with every key present; raises IntegrityError on another key or type."""
     unknown = set(run) - set(_RUN_EMPTY)
     if unknown:
-        raise IntegrityError(f"layer config: run has unknown keys {sorted(unknown)}, expected {list(_RUN_EMPTY)}")
+        raise IntegrityError(f"layer config: run has unknown keys {show(sorted(unknown))}, expected {list(_RUN_EMPTY)}")
     full = empty_run()
     for key, value in run.items():
         if value is None:  # OCI writes null for an absent list
@@ -53,27 +54,27 @@ def check_run(run: Mapping[str, Any]) -> dict[str, Any]:
         expected = type(_RUN_EMPTY[key])
         items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
         if not isinstance(value, expected) or not all(isinstance(item, str) for item in items):
-            raise IntegrityError(f"layer config: run.{key} is {value!r}, expected a {expected.__name__} of text")
+            raise IntegrityError(f"layer config: run.{key} is {show(value)}, expected a {expected.__name__} of text")
         full[key] = value
     return full
 
 
-def _size(value: Any, what: str) -> int:
+def _number(value: Any, what: str, expected: str = "a number of bytes") -> int:
     if type(value) is not int or value < 0:
-        raise IntegrityError(f"layer config: {what} is {value!r}, expected a number of bytes")
+        raise IntegrityError(f"layer config: {what} is {show(value)}, expected {expected}")
     return value
 
 
 def _digest(value: Any, what: str) -> str:
     if not isinstance(value, str) or not is_digest(value):
-        raise IntegrityError(f"layer config: {what} is {value!r}, expected sha256: and 64 hexadecimal digits")
+        raise IntegrityError(f"layer config: {what} is {show(value)}, expected sha256: and 64 hexadecimal digits")
     return value
 
 
 def _keys(value: Any, expected: set[str], what: str) -> dict[str, Any]:
     if not isinstance(value, dict) or set(value) != expected:
         found = sorted(value) if isinstance(value, dict) else value
-        raise IntegrityError(f"layer config: {what} has {found!r}, expected the keys {sorted(expected)}")
+        raise IntegrityError(f"layer config: {what} has {show(found)}, expected the keys {sorted(expected)}")
     return value
 
 
@@ -116,7 +117,7 @@ class LayerConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise IntegrityError(f"layer config: kind is {self.kind!r}, expected one of {', '.join(KINDS)}")
+            raise IntegrityError(f"layer config: kind is {show(self.kind)}, expected one of {', '.join(KINDS)}")
         object.__setattr__(self, "run", check_run(self.run))
         if self.kind != "base" and any(self.run.values()):
             raise IntegrityError(f"layer config: a layer of kind {self.kind} carries a run part; only a base may")
@@ -131,26 +132,26 @@ class LayerConfig:
         value = parse_json_object(data, "layer config")
         schema = value.get("schema")
         if schema != SCHEMA or type(schema) is not int:
-            raise IntegrityError(f"layer config: found schema {schema!r}, this program reads schema {SCHEMA}")
+            raise IntegrityError(f"layer config: found schema {show(schema)}, this program reads schema {SCHEMA}")
         _keys(value, {"schema", "kind", "metadata", "data", "inodes", "os", "architecture", "run"}, "the object")
         metadata = _keys(value["metadata"], {"digest", "size"}, "metadata")
         blob = _keys(value["data"], {"size", "chunk_size", "root"}, "data")
         if blob["chunk_size"] != CHUNK:
-            raise IntegrityError(f"layer config: data.chunk_size is {blob['chunk_size']!r}, expected {CHUNK}")
+            raise IntegrityError(f"layer config: data.chunk_size is {show(blob['chunk_size'])}, expected {CHUNK}")
         for key in ("kind", "os", "architecture"):
             if not isinstance(value[key], str):
-                raise IntegrityError(f"layer config: {key} is {value[key]!r}, expected text")
+                raise IntegrityError(f"layer config: {key} is {show(value[key])}, expected text")
         if not isinstance(value["run"], dict):
-            raise IntegrityError(f"layer config: run is {value['run']!r}, expected an object")
+            raise IntegrityError(f"layer config: run is {show(value['run'])}, expected an object")
         if canonical_json(value) != data:
             raise IntegrityError("layer config: the bytes are not canonical JSON (RFC 8785)")
         config = cls(
             kind=value["kind"],
             metadata_digest=_digest(metadata["digest"], "metadata.digest"),
-            metadata_size=_size(metadata["size"], "metadata.size"),
-            data_size=_size(blob["size"], "data.size"),
+            metadata_size=_number(metadata["size"], "metadata.size"),
+            data_size=_number(blob["size"], "data.size"),
             data_root=_digest(blob["root"], "data.root"),
-            inodes=_size(value["inodes"], "inodes"),
+            inodes=_number(value["inodes"], "inodes", "how many there are"),
             os=value["os"],
             architecture=value["architecture"],
             run=value["run"],

@@ -15,6 +15,13 @@ from dsec_store.errors import StoreUnusable
 DEFAULT_HOME = "/var/lib/dsec"
 
 
+def make_folders(path: Path) -> None:
+    """Make a folder and those above it that are missing, mode 0700 whatever the umask is."""
+    if not path.is_dir():
+        make_folders(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
 def _hex(digest: str) -> str:
     return digest.removeprefix("sha256:")
 
@@ -110,8 +117,7 @@ class Home:
                 self.run,
                 self.mounts,
             ):
-                if not folder.is_dir():
-                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_folders(folder)
         except OSError as error:
             raise StoreUnusable(f"cannot make the home {self.path}: {error.strerror}: {error.filename}") from error
         return self

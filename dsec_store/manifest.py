@@ -16,6 +16,7 @@ from dsec_store.canonical import canonical_json, parse_json_object
 from dsec_store.config import LayerConfig
 from dsec_store.digests import digest_bytes, digest_of, is_digest
 from dsec_store.errors import IntegrityError, WrongKind
+from erofs_tools.errors import show
 
 MANIFEST_MAX = 4 << 20
 """Bytes of the largest manifest that is read; the limit that registries name (distribution-spec 1.1)."""
@@ -42,17 +43,17 @@ class Descriptor:
     @classmethod
     def parse(cls, value: Any, what: str) -> Descriptor:
         if not isinstance(value, dict):
-            raise IntegrityError(f"{what}: found {value!r}, expected a descriptor")
+            raise IntegrityError(f"{what}: found {show(value)}, expected a descriptor")
         media_type, digest, size = value.get("mediaType"), value.get("digest"), value.get("size")
         if not isinstance(media_type, str) or not media_type:
-            raise IntegrityError(f"{what}: mediaType is {media_type!r}, expected text")
+            raise IntegrityError(f"{what}: mediaType is {show(media_type)}, expected text")
         if not isinstance(digest, str) or not is_digest(digest):
-            raise IntegrityError(f"{what}: digest is {digest!r}, expected sha256: and 64 hexadecimal digits")
+            raise IntegrityError(f"{what}: digest is {show(digest)}, expected sha256: and 64 hexadecimal digits")
         if type(size) is not int or size < 0:
-            raise IntegrityError(f"{what}: size is {size!r}, expected a number of bytes")
+            raise IntegrityError(f"{what}: size is {show(size)}, expected a number of bytes")
         artifact_type = value.get("artifactType")
         if artifact_type is not None and not isinstance(artifact_type, str):
-            raise IntegrityError(f"{what}: artifactType is {artifact_type!r}, expected text")
+            raise IntegrityError(f"{what}: artifactType is {show(artifact_type)}, expected text")
         return cls(media_type, digest, size, artifact_type, _annotations(value, what))
 
 
@@ -61,7 +62,7 @@ def _annotations(value: Mapping[str, Any], what: str) -> dict[str, str]:
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
-        raise IntegrityError(f"{what}: annotations are {found!r}, expected an object of text")
+        raise IntegrityError(f"{what}: annotations are {show(found)}, expected an object of text")
     return found
 
 
@@ -70,11 +71,11 @@ def _artifact(data: bytes, what: str, media_type: str, artifact_type: str) -> di
         raise IntegrityError(f"{what}: found {len(data)} bytes, expected at most {MANIFEST_MAX}")
     value = parse_json_object(data, what)
     if value.get("schemaVersion") != 2:
-        raise IntegrityError(f"{what}: found schemaVersion {value.get('schemaVersion')!r}, expected 2")
+        raise IntegrityError(f"{what}: found schemaVersion {show(value.get('schemaVersion'))}, expected 2")
     if value.get("mediaType") != media_type:
-        raise IntegrityError(f"{what}: found media type {value.get('mediaType')!r}, expected {media_type}")
+        raise IntegrityError(f"{what}: found media type {show(value.get('mediaType'))}, expected {media_type}")
     if value.get("artifactType") != artifact_type:
-        raise IntegrityError(f"{what}: found artifact type {value.get('artifactType')!r}, expected {artifact_type}")
+        raise IntegrityError(f"{what}: found artifact type {show(value.get('artifactType'))}, expected {artifact_type}")
     return value
 
 
@@ -131,19 +132,21 @@ class LayerManifest:
         value = _artifact(data, what, media.OCI_MANIFEST, media.LAYER)
         config = Descriptor.parse(value.get("config"), f"{what}: config")
         if config.media_type != media.LAYER_CONFIG:
-            raise IntegrityError(f"{what}: found config type {config.media_type}, expected {media.LAYER_CONFIG}")
+            raise IntegrityError(f"{what}: found config type {show(config.media_type)}, expected {media.LAYER_CONFIG}")
         layers = value.get("layers")
         if not isinstance(layers, list) or len(layers) != 3:
             found = len(layers) if isinstance(layers, list) else layers
-            raise IntegrityError(f"{what}: found {found!r} layers, expected 3 (metadata, chunks, data)")
+            raise IntegrityError(f"{what}: found {show(found)} layers, expected 3 (metadata, chunks, data)")
         blobs = [Descriptor.parse(layer, f"{what}: layer {index}") for index, layer in enumerate(layers)]
         expected = [(media.LAYER_METADATA,), (media.LAYER_CHUNKS,), (media.LAYER_DATA_ZSTD, media.LAYER_DATA_RAW)]
         for index, (blob, types) in enumerate(zip(blobs, expected, strict=True)):
             if blob.media_type not in types:
-                raise IntegrityError(f"{what}: layer {index} is {blob.media_type}, expected {' or '.join(types)}")
+                raise IntegrityError(f"{what}: layer {index} is {show(blob.media_type)}, expected {' or '.join(types)}")
         notes = _annotations(value, what)
         if notes.get(media.ID, config.digest) != config.digest:
-            raise IntegrityError(f"{what}: annotation {media.ID} is {notes[media.ID]}, the config is {config.digest}")
+            raise IntegrityError(
+                f"{what}: annotation {media.ID} is {show(notes[media.ID])}, the config is {config.digest}"
+            )
         metadata, chunks, blob = blobs
         return cls(config, metadata, chunks, blob, notes, bytes(data), digest_of(data))
 
@@ -227,19 +230,23 @@ class EnvironmentIndex:
         value = _artifact(data, what, media.OCI_INDEX, media.ENVIRONMENT)
         manifests = value.get("manifests")
         if not isinstance(manifests, list) or not manifests:
-            raise IntegrityError(f"{what}: manifests are {manifests!r}, expected at least one layer")
+            raise IntegrityError(f"{what}: manifests are {show(manifests)}, expected at least one layer")
+        if len(manifests) > media.MAX_LAYERS:
+            raise IntegrityError(f"{what}: found {len(manifests)} layers, expected at most {media.MAX_LAYERS}")
         layers = []
         for index, item in enumerate(manifests):
             descriptor = Descriptor.parse(item, f"{what}: layer {index}")
             if descriptor.media_type != media.OCI_MANIFEST:
-                raise IntegrityError(f"{what}: layer {index} is {descriptor.media_type}, expected {media.OCI_MANIFEST}")
+                raise IntegrityError(
+                    f"{what}: layer {index} is {show(descriptor.media_type)}, expected {media.OCI_MANIFEST}"
+                )
             notes = descriptor.annotations
             layer_id, kind = notes.get(media.ID), notes.get(media.KIND)
             if layer_id is not None and not is_digest(layer_id):
-                raise IntegrityError(f"{what}: layer {index} has the id {layer_id!r}, expected a digest")
+                raise IntegrityError(f"{what}: layer {index} has the id {show(layer_id)}, expected a digest")
             if kind is not None and kind not in media.KINDS:
                 raise IntegrityError(
-                    f"{what}: layer {index} has kind {kind!r}, expected one of {', '.join(media.KINDS)}"
+                    f"{what}: layer {index} has kind {show(kind)}, expected one of {', '.join(media.KINDS)}"
                 )
             layers.append(EnvironmentLayer(descriptor.digest, descriptor.size, kind, layer_id, notes.get(media.SOURCE)))
         subject = value.get("subject")
@@ -262,9 +269,15 @@ def parse_manifest(data: bytes) -> LayerManifest | EnvironmentIndex:
     """Parse whichever of the two it is; raises WrongKind for another artifact, IntegrityError for one that is
     malformed.
     """
-    kind = parse_json_object(data[: MANIFEST_MAX + 1], "manifest").get("artifactType")
+    if len(data) > MANIFEST_MAX:
+        raise IntegrityError(f"manifest: found {len(data)} bytes, expected at most {MANIFEST_MAX}")
+    kind = parse_json_object(data, "manifest").get("artifactType")
     if kind == media.LAYER:
         return LayerManifest.parse(data)
     if kind == media.ENVIRONMENT:
         return EnvironmentIndex.parse(data)
-    raise WrongKind(f"manifest: found artifact type {kind!r}, expected a layer or an environment of dsec")
+    if kind is None:
+        raise WrongKind(
+            "manifest: no artifactType, expected a layer or an environment of dsec; an index copied by skopeo loses it"
+        )
+    raise WrongKind(f"manifest: found artifact type {show(kind)}, expected a layer or an environment of dsec")

@@ -22,3 +22,5 @@ SOURCE = "dev.dsec.source"
 """On a descriptor of an environment: ``HOST[:PORT]/NAME`` where the layer can be read when this store lacks it."""
 
 KINDS = ("base", "workspace", "toolkit", "diff")
+MAX_LAYERS = 500
+"""Layers of one environment: what overlayfs stacks (fs/overlayfs/params.c, OVL_MAX_STACK)."""

@@ -21,6 +21,8 @@ STREAM_BLOCK = 1 << 20
 
 
 class StoredReference(NamedTuple):
+    """A reference of a listing. ``digest`` is empty for a damaged one: what it holds is no digest, or its name none."""
+
     name: str
     tag: str
     digest: str
@@ -86,6 +88,22 @@ class Backend(ABC):
             return False
         return True
 
+    def sound(self, digest: str, size: int | None = None) -> bool:
+        """Whether the blob is there with the right bytes (and ``size`` of them): reads all of it."""
+        import hashlib
+
+        from dsec_store.errors import BlobUnknown
+
+        summed = hashlib.sha256()
+        try:
+            if size is not None and self.stat(digest) != size:
+                return False
+            for piece in self.stream(digest):
+                summed.update(piece)
+        except (BlobUnknown, OSError):
+            return False
+        return "sha256:" + summed.hexdigest() == digest
+
     @abstractmethod
     def read(self, digest: str, offset: int = 0, length: int | None = None) -> bytes:
         """Bytes from ``offset``: ``length`` of them, fewer where the blob ends, all the rest without ``length``."""
@@ -110,11 +128,11 @@ class Backend(ABC):
 
     @abstractmethod
     def refs(self, prefix: str = "") -> Iterator[StoredReference]:
-        """Every reference whose name is ``prefix`` or lies below it, in order of name and tag."""
+        """Every reference whose name is ``prefix`` or lies below it, in order of name and tag; damaged ones too."""
 
     @abstractmethod
     def get_ref(self, name: str, tag: str) -> str:
-        """The digest that a reference holds."""
+        """The digest that a reference holds; IntegrityError when it holds none."""
 
     @abstractmethod
     def put_ref(self, name: str, tag: str, digest: str, *, expected: str | AnyDigest | None = ANY) -> None:
@@ -126,7 +144,7 @@ class Backend(ABC):
 
     @abstractmethod
     def delete_ref(self, name: str, tag: str) -> None:
-        """Remove a reference; its blobs stay until they are collected."""
+        """Remove a reference, also a damaged one; its blobs stay until they are collected."""
 
     def publish(
         self,
@@ -137,7 +155,8 @@ class Backend(ABC):
         *,
         expected: str | AnyDigest | None = ANY,
     ) -> None:
-        """Commit the blobs in order and then set the reference to ``digest``.
+        """Commit the blobs in order and then set the reference to ``digest``. A damaged blob that is there already is
+        replaced.
 
         A backend that can do it as one does: then either everything is visible or nothing.
         """

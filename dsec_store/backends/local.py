@@ -17,7 +17,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,7 +37,9 @@ from dsec_store.errors import (
     StoreFull,
     StoreUnusable,
 )
+from dsec_store.home import make_folders
 from dsec_store.refs import valid_name, valid_tag
+from erofs_tools.errors import shorten, show
 
 
 @contextmanager
@@ -112,9 +114,10 @@ class LocalBackend(Backend):
         self.ref_root = root / "refs"
         self._lock_path = root / "lock"
         self._fresh_reference = root / "reference"
+        self._fresh_blob = root / "blob"
         with storing(root, "making the store"):
-            self.blob_root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.ref_root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folders(self.blob_root)
+            make_folders(self.ref_root)
             self._recover()
 
     # Blobs
@@ -149,7 +152,7 @@ class LocalBackend(Backend):
 
     def delete(self, digest: str) -> None:
         path = self.local_path(digest)
-        with self._lock():
+        with self.lock():
             try:
                 path.unlink()
             except FileNotFoundError:
@@ -157,7 +160,7 @@ class LocalBackend(Backend):
             fsync_dir(str(path.parent))
 
     def blobs(self) -> Iterator[str]:
-        for folder in sorted(self.blob_root.iterdir()):
+        for folder in sorted(path for path in self.blob_root.iterdir() if path.is_dir()):
             for path in sorted(folder.iterdir()):
                 digest = "sha256:" + path.name
                 if is_digest(digest):
@@ -167,40 +170,52 @@ class LocalBackend(Backend):
 
     def _reference_path(self, name: str, tag: str) -> Path:
         if not valid_name(name):
-            raise ReferenceInvalid(f"not a name: {name!r}")
+            raise ReferenceInvalid(f"not a name: {show(name)}")
         if not valid_tag(tag):
-            raise ReferenceInvalid(f"not a tag: {tag!r}")
+            raise ReferenceInvalid(f"not a tag: {show(tag)}")
         return self.ref_root / name / "_tags" / tag
 
     def refs(self, prefix: str = "") -> Iterator[StoredReference]:
         if prefix and not valid_name(prefix):
-            raise ReferenceInvalid(f"not a name: {prefix!r}")
-        found = []
-        for folder, _, files in os.walk(self.ref_root / prefix):
+            raise ReferenceInvalid(f"not a name: {show(prefix)}")
+        for name, tag, _ in sorted(self._listed(self.ref_root / prefix)):
+            with suppress(ReferenceUnknown):  # removed since
+                try:
+                    digest = self.get_ref(name, tag)
+                except (IntegrityError, ReferenceInvalid, OSError):
+                    digest = ""
+                yield StoredReference(name, tag, digest)
+
+    def _listed(self, top: Path) -> Iterator[tuple[str, str, Path]]:
+        """Name, tag and file of everything below ``top`` that has the place of a reference, legal or not."""
+        for folder, folders, files in os.walk(top):
             path = Path(folder)
             if path.name == "_tags":
                 name = str(path.parent.relative_to(self.ref_root))
-                found += [(name, tag) for tag in files]
-        for name, tag in sorted(found):
-            with suppress(ReferenceUnknown):  # removed since
-                yield StoredReference(name, tag, self.get_ref(name, tag))
+                links = [entry for entry in folders if (path / entry).is_symlink()]
+                yield from ((name, tag, path / tag) for tag in files + links)
 
     def get_ref(self, name: str, tag: str) -> str:
         path = self._reference_path(name, tag)
-        try:
-            text = path.read_text("ascii", "replace")
-        except (FileNotFoundError, NotADirectoryError):
-            raise ReferenceUnknown(f"no reference {name}:{tag} in {self.root}") from None
-        if not text.endswith("\n") or not is_digest(text[:-1]):
-            raise IntegrityError(f"reference {name}:{tag}: {path} holds {text[:80]!r}, expected a digest")
-        return text[:-1]
+        found = _content(path)
+        if found is None:
+            raise ReferenceUnknown(f"no reference {name}:{tag} in {self.root}")
+        if not found.endswith("\n") or not is_digest(found[:-1]):
+            raise IntegrityError(f"reference {name}:{tag}: {path} holds {found[:80]!r}, expected a digest")
+        return found[:-1]
 
     def put_ref(self, name: str, tag: str, digest: str, *, expected: str | AnyDigest | None = ANY) -> None:
         self.publish([], name, tag, digest, expected=expected)
 
     def delete_ref(self, name: str, tag: str) -> None:
-        path = self._reference_path(name, tag)
-        with self._lock():
+        try:
+            path = self._reference_path(name, tag)
+        except ReferenceInvalid:  # a name that nobody can have given here can still lie here
+            found = [one for *named, one in self._listed(self.ref_root) if named == [name, tag]]
+            if not found:
+                raise
+            path = found[0]
+        with self.lock():
             try:
                 path.unlink()
             except (FileNotFoundError, NotADirectoryError):
@@ -222,6 +237,8 @@ class LocalBackend(Backend):
     ) -> None:
         """All or nothing: sync the blobs, name them, set the reference. sync_also: descriptors to sync in the same
         go.
+
+        A blob that is there already is read: when its bytes are wrong, the new one takes its place, and keeps it.
         """
         reference = None
         if name is not None and tag is not None and digest is not None:
@@ -229,10 +246,11 @@ class LocalBackend(Backend):
             check_digest(digest)
         with storing(self.root, "publishing"):
             sync_files([*(blob.fileno() for blob in blobs), *sync_also])
-            with self._lock() as journal:
+            sound = self._sound_identities(blobs)  # reading may take long, so it is done before anybody has to wait
+            with self.lock() as journal:
                 if reference is not None and digest is not None:
                     self._check_swap(reference, f"{name}:{tag}", digest, [b.digest for b in blobs], expected)
-                self._name(journal, blobs, reference, digest)
+                self._name(journal, blobs, sound, reference, digest)
 
     def _check_swap(
         self, path: Path, text: str, digest: str, new: Sequence[str], expected: str | AnyDigest | None
@@ -241,25 +259,42 @@ class LocalBackend(Backend):
             raise BlobUnknown(f"reference {text}: no blob {digest} in {self.root}")
         if isinstance(expected, AnyDigest):
             return
-        try:
-            found: str | None = path.read_text("ascii").strip()
-        except (FileNotFoundError, NotADirectoryError):
-            found = None
+        found = _content(path)
+        found = None if found is None else found.strip()
         if found != expected:
-            raise ReferenceConflict(f"reference {text}: holds {found or 'nothing'}, expected {expected or 'nothing'}")
+            raise ReferenceConflict(
+                f"reference {text}: holds {shorten(found or 'nothing')}, expected {expected or 'nothing'}"
+            )
 
-    def _name(self, journal: _Journal, blobs: Sequence[BlobWriter], reference: Path | None, digest: str | None) -> None:
-        fresh = {}
+    def _sound_identities(self, blobs: Sequence[BlobWriter]) -> dict[str, _Identity]:
+        """Of the blobs that have a name here already, those with the right bytes, and which file that was."""
+        found = {}
+        for blob in blobs:
+            identity = _identity(self.local_path(blob.digest))
+            if identity is not None and self.sound(blob.digest, blob.size):
+                found[blob.digest] = identity
+        return found
+
+    def _name(
+        self,
+        journal: _Journal,
+        blobs: Sequence[BlobWriter],
+        sound: Mapping[str, _Identity],
+        reference: Path | None,
+        digest: str | None,
+    ) -> None:
+        fresh, damaged = {}, {}
         for blob in blobs:
             path = self.local_path(blob.digest)
-            # A blob that is there is kept, unless it is visibly not whole: then the new one heals the store.
-            if path.exists() and path.stat().st_size != blob.size:
-                path.unlink()
-            if not path.exists():
+            identity = _identity(path)
+            if identity is None:
                 fresh[path] = blob
+            elif sound.get(blob.digest) != identity and not self.sound(blob.digest, blob.size):
+                damaged[path] = blob
+        # What takes the place of a damaged blob is not taken back: it is what the name promised all the time.
         entry = _Entry([blob.digest for blob in fresh.values()], reference, digest)
         # One name alone is given or not: no list, which after a power cut might take back what was acknowledged.
-        listed = reference is not None or len(fresh) > 1
+        listed = reference is not None or len(fresh) > 1 or bool(damaged)
         if listed:
             journal.begin(entry)
         try:
@@ -270,6 +305,8 @@ class LocalBackend(Backend):
                     folders.add(self.blob_root)
                 folders.add(path.parent)
                 link_fd(blob.fileno(), str(path))
+            for path, blob in damaged.items():
+                replace_by_fd(blob.fileno(), path, self._fresh_blob)
             # Also of blobs that were there: another process may have named them a moment ago.
             folders |= {self.local_path(blob.digest).parent for blob in blobs}
             sync_folders(folders)
@@ -285,7 +322,7 @@ class LocalBackend(Backend):
     def _withdraw(self, entry: _Entry) -> None:
         """Take back the names that a publication gave, unless its reference was set, which comes last."""
         if entry.reference is not None:
-            if entry.reference.exists() and entry.reference.read_text("ascii", "replace").strip() == entry.digest:
+            if (_content(entry.reference) or "").strip() == entry.digest:
                 return
             self._prune(entry.reference.parent, self.ref_root)
         for digest in entry.blobs:
@@ -294,6 +331,7 @@ class LocalBackend(Backend):
             with suppress(OSError):
                 path.parent.rmdir()
         self._fresh_reference.unlink(missing_ok=True)
+        self._fresh_blob.unlink(missing_ok=True)
 
     def _write_reference(self, path: Path, digest: str) -> None:
         made = path.parent
@@ -301,18 +339,15 @@ class LocalBackend(Backend):
         while not made.is_dir():
             made = made.parent
             folders.add(made)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fresh = self._fresh_reference
-        fresh.unlink(missing_ok=True)
+        make_folders(path.parent)
         fd = unnamed_file(str(self.root))
         try:
             os.write(fd, digest.encode() + b"\n")
             os.fsync(fd)
             try:
                 link_fd(fd, str(path))
-            except FileExistsError:  # linkat does not replace, rename does
-                link_fd(fd, str(fresh))
-                fresh.rename(path)
+            except FileExistsError:
+                replace_by_fd(fd, path, self._fresh_reference)
         finally:
             os.close(fd)
         sync_folders(folders)
@@ -329,7 +364,7 @@ class LocalBackend(Backend):
             folder = folder.parent
 
     @contextmanager
-    def _lock(self) -> Iterator[_Journal]:
+    def lock(self) -> Iterator[_Journal]:
         fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -354,6 +389,39 @@ class LocalBackend(Backend):
             return
         finally:
             os.close(fd)
+
+
+_Identity = tuple[int, int, int, int]
+
+
+def _identity(path: Path) -> _Identity | None:
+    """What another file or other bytes under the name would change."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns
+
+
+def _content(path: Path) -> str | None:
+    """The beginning of a reference's file; None where there is none."""
+    try:
+        with path.open("rb") as file:
+            return file.read(1024).decode("ascii", "replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return "a dangling symbolic link" if path.is_symlink() else None
+    except IsADirectoryError:
+        return "a directory"
+
+
+def replace_by_fd(fd: int, path: Path, fresh: Path) -> None:
+    """Give an unnamed file the name ``path`` in place of what has it: by ``fresh``, a name that no other uses now.
+
+    linkat does not replace, rename does. The name is durable after ``fsync_dir``.
+    """
+    fresh.unlink(missing_ok=True)
+    link_fd(fd, str(fresh))
+    fresh.rename(path)
 
 
 class _Entry(NamedTuple):

@@ -22,11 +22,13 @@ from dsec_store.backends.base import BlobWriter
 from dsec_store.backends.local import EarlySync, raise_full, storing
 from dsec_store.config import LayerConfig, empty_run
 from dsec_store.dataobject import METADATA_MAX, ZSTD_NOTE, DataObjectWriter, encode_metadata
-from dsec_store.errors import DsecError, IntegrityError, WrongKind
+from dsec_store.errors import DsecError, WrongKind
+from dsec_store.home import Home
 from dsec_store.layers.store import LayerStore, local_tag
 from dsec_store.manifest import EnvironmentLayer, LayerManifest
 from dsec_store.media import KINDS
 from dsec_store.refs import Reference
+from erofs_tools.errors import show, show_path
 from erofs_tools.tree import Tree
 from erofs_tools.writer import ImageStats, write_image
 
@@ -110,7 +112,7 @@ def pack_tree(
                     if progress is not None:
                         progress("data", len(blocks))
 
-                stats = write_image(tree, image, take)
+                stats = write_image(tree, image, take, metadata_max=METADATA_MAX)
                 table, data_stats = objects.finish()
                 early.finish()
                 image_digest, frame = _compress(image)
@@ -170,10 +172,10 @@ def build_layer(
     """
     local_tag(reference)
     if kind not in KINDS:
-        raise WrongKind(f"no kind of layer: {kind!r}, expected one of {', '.join(KINDS)}")
+        raise WrongKind(f"no kind of layer: {show(kind)}, expected one of {', '.join(KINDS)}")
     with (
         open_source(
-            source, kind, spool=store.home.raw, strip_overlay=strip_overlay, literal_whiteouts=literal_whiteouts
+            source, kind, home=store.home, strip_overlay=strip_overlay, literal_whiteouts=literal_whiteouts
         ) as tree,
         pack_tree(store, tree, kind, run, progress) as packed,
     ):
@@ -185,23 +187,33 @@ def build_layer(
 
 @contextmanager
 def open_source(
-    source: Path, kind: str, *, spool: Path, strip_overlay: bool = False, literal_whiteouts: bool = False
+    source: Path, kind: str, *, home: Home, strip_overlay: bool = False, literal_whiteouts: bool = False
 ) -> Iterator[Tree]:
-    """The tree of a directory or a tar; ``spool`` is where a compressed tar is unpacked to, in a file without a
-    name.
-    """
+    """The tree of a directory or a tar; a compressed tar is unpacked in the home, to a file without a name."""
     from erofs_tools.directory import from_directory
     from erofs_tools.tar import from_tar
 
     if source.is_dir():
+        refuse_home(source, home)
         yield from_directory(source, strip_overlay=strip_overlay, literal_whiteouts=literal_whiteouts)
     elif source.exists():
         with from_tar(
-            source, kind=kind, strip_overlay=strip_overlay, literal_whiteouts=literal_whiteouts, spool_dir=spool
+            source, kind=kind, strip_overlay=strip_overlay, literal_whiteouts=literal_whiteouts, spool_dir=home.raw
         ) as tree:
             yield tree
     else:
-        raise DsecError(f"no such directory or tar: {source}")
+        raise DsecError(f"no such directory or tar: {show_path(os.fsencode(source))}")
+
+
+def refuse_home(source: Path, home: Home) -> None:
+    """Raise DsecError for a directory that holds the home: the layer would hold what is being written of it."""
+    here = home.path.resolve()
+    for folder in (here, *here.parents):
+        if folder.samefile(source):
+            raise DsecError(
+                f"{show_path(os.fsencode(source))} holds the home {home.path}, which a layer cannot be built into: "
+                "set DSEC_HOME to a folder outside of it, or build of a part of it"
+            )
 
 
 @contextmanager
@@ -216,8 +228,6 @@ def _compress(image: BinaryIO) -> tuple[str, bytes]:
     """Digest of the image and its frame."""
     image.flush()
     size = image.seek(0, io.SEEK_END)
-    if size > METADATA_MAX:
-        raise IntegrityError(f"metadata image: {size} bytes, allowed are {METADATA_MAX}; split the source into layers")
     with mmap.mmap(image.fileno(), size, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as view:
         return "sha256:" + hashlib.sha256(view).hexdigest(), encode_metadata(view)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dsec_store.errors import WrongKind
 from dsec_store.layers.store import LayerStore
 from dsec_store.manifest import EnvironmentIndex, EnvironmentLayer
+from dsec_store.media import MAX_LAYERS
 from dsec_store.refs import Reference
 
 
@@ -14,6 +15,8 @@ def build_environment(layers: Sequence[EnvironmentLayer]) -> EnvironmentIndex:
     """The index of these layers, base first; raises WrongKind unless the first is a base and only it."""
     if not layers:
         raise WrongKind("an environment without layers, expected a base layer first")
+    if len(layers) > MAX_LAYERS:
+        raise WrongKind(f"an environment of {len(layers)} layers, expected at most {MAX_LAYERS}")
     kinds = [layer.kind for layer in layers]
     if kinds[0] not in (None, "base"):
         raise WrongKind(f"an environment that begins with a layer of kind {kinds[0]}, expected a base layer first")

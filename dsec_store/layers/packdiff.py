@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsec_store.errors import BlobUnknown
+from dsec_store.errors import BlobUnknown, WrongKind
 from dsec_store.layers.build import BuiltLayer, Progress, pack_tree
 from dsec_store.layers.environment import build_environment
 from dsec_store.layers.store import LayerStore
 from dsec_store.manifest import EnvironmentIndex, EnvironmentLayer
+from dsec_store.media import MAX_LAYERS
 from dsec_store.refs import Reference
 
 
@@ -51,6 +52,8 @@ def pack_diff(
     """
     from erofs_tools.upper import from_upper
 
+    if len(layers) >= MAX_LAYERS:
+        raise WrongKind(f"an environment of {len(layers) + 1} layers, expected at most {MAX_LAYERS}: nothing is packed")
     below = [_with_source(store, layer) for layer in layers]
     tree = from_upper(upper)
     with pack_tree(store, tree, "diff", None, progress) as packed, store.backend.writer() as index_blob:

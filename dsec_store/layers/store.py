@@ -5,23 +5,25 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from stat import S_IFDIR, S_IFLNK, S_IFMT, S_IFREG
 from typing import Any
 
 from dsec_linux.files import fsync_dir, link_fd
 from dsec_store import media
-from dsec_store.backends.base import ANY, AnyDigest, BlobWriter
-from dsec_store.backends.local import LocalBackend
+from dsec_store.backends.base import ANY, STREAM_BLOCK, AnyDigest, BlobWriter
+from dsec_store.backends.local import LocalBackend, replace_by_fd, storing
 from dsec_store.chunks import ChunkTable
 from dsec_store.config import LayerConfig
 from dsec_store.dataobject import decode_metadata
 from dsec_store.digests import digest_bytes, digest_of
-from dsec_store.errors import BlobUnknown, IntegrityError, ReferenceInvalid, WrongKind
+from dsec_store.errors import BlobUnknown, DsecError, IntegrityError, ReferenceInvalid, RegistryError, WrongKind
 from dsec_store.home import Home
 from dsec_store.manifest import EnvironmentIndex, EnvironmentLayer, LayerManifest, environment_id, parse_manifest
-from dsec_store.refs import Reference
+from dsec_store.refs import Reference, parse_reference
+from erofs_tools.errors import escape
 
 
 @dataclass(frozen=True)
@@ -110,46 +112,77 @@ class LayerStore:
         """
         if reference.host is not None:
             raise ReferenceInvalid(f"{reference} is in a registry, expected a reference of the local store: NAME:TAG")
-        return self._load(reference.digest or self.backend.get_ref(reference.name, reference.version))
+        with about(str(reference)):
+            return self._load(reference.digest or self.backend.get_ref(reference.name, reference.version))
 
     def _load(self, digest: str) -> Layer | Environment:
-        parsed = parse_manifest(self._read(digest))
+        raw = self.read(digest)
+        with about(f"blob {digest}"):
+            parsed = parse_manifest(raw)
         if isinstance(parsed, LayerManifest):
-            return Layer(parsed, LayerConfig.parse(self._read(parsed.config.digest)))
+            raw = self.read(parsed.config.digest)
+            with about(f"blob {parsed.config.digest}"):
+                return Layer(parsed, LayerConfig.parse(raw))
         layers: list[Layer | None] = []
         for entry in parsed.layers:
             layers.append(self.load_layer(entry.manifest_digest) if self.backend.has(entry.manifest_digest) else None)
         return Environment(parsed, tuple(layers))
 
-    def _read(self, digest: str) -> bytes:
+    def read(self, digest: str) -> bytes:
+        """A small blob, whole and checked; raises IntegrityError with where it lies."""
         data = self.backend.read(digest)
         if digest_of(data) != digest:
-            raise IntegrityError(f"{self.backend.local_path(digest)}: found {digest_of(data)}, expected {digest}")
+            where = self.backend.local_path(digest)
+            raise IntegrityError(f"damaged blob {where}: found {digest_of(data)}, expected {digest}")
         return data
 
     def chunk_table(self, layer: Layer) -> ChunkTable:
         """The layer's chunk table, checked against its config and its data object."""
-        data = self._read(layer.manifest.chunks.digest)
-        return ChunkTable.parse(
-            data,
-            root=layer.config.data_root,
-            data_size=layer.config.data_size,
-            stored_size=layer.manifest.data.size,
-        )
+        blob = layer.manifest.chunks.digest
+        with about(f"layer {layer.id}"):
+            data = self.read(blob)
+            with about(f"blob {blob}"):
+                return ChunkTable.parse(
+                    data,
+                    root=layer.config.data_root,
+                    data_size=layer.config.data_size,
+                    stored_size=layer.manifest.data.size,
+                )
 
     def metadata_image(self, layer: Layer) -> bytes:
         """The layer's EROFS metadata image, uncompressed and checked."""
-        frame = self.backend.read(layer.manifest.metadata.digest)
-        return decode_metadata(frame, layer.config.metadata_size, digest_bytes(layer.config.metadata_digest))
+        blob = layer.manifest.metadata.digest
+        with about(f"layer {layer.id}"):
+            frame = self.read(blob)
+            with about(f"blob {blob}"):
+                return decode_metadata(frame, layer.config.metadata_size, digest_bytes(layer.config.metadata_digest))
 
     def list(self) -> Iterator[Listed]:
         """Every reference, in order of name and tag."""
         for name, tag, digest in self.backend.refs():
             yield self._listed(f"{name}:{tag}", digest)
 
+    def find(self, text: str) -> tuple[str, str]:
+        """Name and tag of a reference as it is typed, or as the listing shows it: also one that could not be set here.
+
+        Raises ReferenceUnknown, ReferenceInvalid.
+        """
+        try:
+            name, tag = local_tag(parse_reference(text))
+        except ReferenceInvalid:
+            for found in self.backend.refs():
+                if text in (shown := f"{found.name}:{found.tag}", escape(shown)):
+                    return found.name, found.tag
+            raise
+        with suppress(IntegrityError):
+            self.backend.get_ref(name, tag)
+        return name, tag
+
     def _listed(self, reference: str, digest: str) -> Listed:
         # One bad reference must not hide the others.
         try:
+            if not digest:
+                return Listed(reference, "damaged", "", "", 0, 0)
             found = self._load(digest)
             layers = [found] if isinstance(found, Layer) else [layer for layer in found.layers if layer is not None]
             return Listed(
@@ -162,12 +195,15 @@ class LayerStore:
             )
         except WrongKind:
             return Listed(reference, "other", "", digest, 0, 0)
-        except (IntegrityError, BlobUnknown):
+        except (DsecError, OSError):
             return Listed(reference, "damaged", "", digest, 0, 0)
 
     def show(self, reference: Reference) -> dict[str, Any]:
         """Everything about a layer or environment, as ``dsec layer show --json`` prints it."""
-        found = self.resolve(reference)
+        with about(str(reference)):
+            return self._show(reference, self.resolve(reference))
+
+    def _show(self, reference: Reference, found: Layer | Environment) -> dict[str, Any]:
         if isinstance(found, Environment):
             return {
                 "reference": str(reference),
@@ -231,19 +267,51 @@ class LayerStore:
 
     def _keep_raw(self, layer_id: str, fd: int) -> None:
         path = self.home.raw_file(layer_id)
-        with suppress(OSError):  # the layer is whole without it
-            if path.exists() and path.stat().st_size != os.fstat(fd).st_size:
-                path.unlink()
-            if not path.exists():
-                link_fd(fd, str(path))
+        try:
+            link_fd(fd, str(path))
+        except FileExistsError:
+            if not _same_bytes(path, fd):
+                # A layer is whole without its raw file, but not with a wrong one.
+                with storing(self.home.raw, "replacing a damaged raw file"), self.backend.lock():
+                    replace_by_fd(fd, path, self.home.raw / "replacement")
+        except OSError:
+            return
+        with suppress(OSError):
             fsync_dir(str(self.home.raw))
 
-    def remove(self, reference: Reference) -> str:
-        """Remove a reference and return the digest that it held. Its blobs stay until they are collected."""
-        name, tag = local_tag(reference)
-        digest = self.backend.get_ref(name, tag)
+    def remove(self, name: str, tag: str) -> None:
+        """Remove a reference, also a damaged one. Its blobs stay until they are collected."""
         self.backend.delete_ref(name, tag)
-        return digest
+
+
+@contextmanager
+def about(what: str) -> Iterator[None]:
+    """Put what it is about before the message of an error that does not say so."""
+    try:
+        yield
+    except (IntegrityError, WrongKind, BlobUnknown) as error:
+        if what in str(error):
+            raise
+        raise type(error)(f"{what}: {error}") from error
+    except RegistryError as error:
+        if what in str(error):
+            raise
+        raise type(error)(f"{what}: {error}", status=error.status, code=error.code) from error
+
+
+def _same_bytes(path: Path, fd: int) -> bool:
+    """Whether a file has exactly the bytes of an open one."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(fd).st_size
+            if os.fstat(file.fileno()).st_size != size:
+                return False
+            return all(
+                os.pread(file.fileno(), STREAM_BLOCK, at) == os.pread(fd, STREAM_BLOCK, at)
+                for at in range(0, size, STREAM_BLOCK)
+            )
+    except OSError:
+        return False
 
 
 def local_tag(reference: Reference) -> tuple[str, str]:

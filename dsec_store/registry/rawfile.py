@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 from dsec_linux.files import unnamed_file
 from dsec_store.backends.local import storing, write_all
-from dsec_store.chunks import ZSTD, ChunkRecord, ChunkTable
+from dsec_store.chunks import CHUNK, ZSTD, ChunkRecord, ChunkTable
 from dsec_store.dataobject import decode_chunk, decode_raw_chunk
 from dsec_store.errors import DsecError, IntegrityError
 from dsec_store.layers.store import Layer, LayerStore
@@ -19,15 +21,16 @@ THREADS = 2
 
 
 def make_raw(store: LayerStore, layer: Layer, progress: Callable[[int, int], None] | None = None) -> bool:
-    """Make the raw file of a layer that is whole in the store; whether it had to be made.
+    """Make the raw file of a layer that is whole in the store, unless it is there with the right bytes; whether it had
+    to be made.
 
     Each chunk is checked against the chunk table before it is written, zero chunks stay holes, and the file gets its
     name once it is synced. Raises IntegrityError with the chunk, StoreFull; then nothing is left.
     """
     path = store.home.raw_file(layer.id)
-    if path.exists() and path.stat().st_size == layer.config.data_size:
-        return False
     table = store.chunk_table(layer)
+    if _right(path, table):
+        return False
     with storing(store.home.raw, f"making the raw file of layer {layer.id}"):
         fd = unnamed_file(str(store.home.raw))
         try:
@@ -39,6 +42,17 @@ def make_raw(store: LayerStore, layer: Layer, progress: Callable[[int, int], Non
     if not path.exists():
         raise DsecError(f"the raw file of layer {layer.id} could not be made: {path}")
     return True
+
+
+def _right(path: Path, table: ChunkTable) -> bool:
+    """Whether a raw file has the bytes that the chunk table says: reads all of it."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size != table.data_size:
+                return False
+            return all(hashlib.sha256(file.read(CHUNK)).digest() == record.digest for record in table)
+    except OSError:
+        return False
 
 
 def _decode(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dsec_store.errors import DsecError, ReferenceInvalid, StoreFull, WrongKind
+from dsec_store.errors import DsecError, IntegrityError, ReferenceInvalid, StoreFull, WrongKind
 from dsec_store.home import Home
 from dsec_store.layers.build import BuiltLayer, build_layer
 from dsec_store.layers.store import Layer, LayerStore
@@ -359,3 +359,56 @@ def test_two_processes_build_equal_and_different_layers_at_once(dsec: Dsec, stor
         with mounted(store, load(store, parse_reference(ref))) as root:
             expected = snapshot(two if ids[ref] == ids["other:1"] else one)
             assert difference(expected, snapshot(root)) == []
+
+
+# Repair
+
+
+def test_building_again_repairs_what_is_damaged(store: LayerStore, tmp_path: Path) -> None:
+    source = make_tree(tmp_path / "source")
+    built = build(store, source)
+    paths = [store.backend.local_path(digest) for digest in store.backend.blobs()]
+    paths.append(store.home.raw_file(built.id))
+    whole = {path: path.read_bytes() for path in paths}
+    for path in paths:
+        path.write_bytes(bytes([whole[path][0] ^ 1]) + whole[path][1:])
+    with pytest.raises(IntegrityError, match=f"{REF}: damaged blob .*expected {built.manifest_digest}"):
+        store.resolve(REF)
+    assert build(store, source) == built
+    assert {path: path.read_bytes() for path in paths} == whole
+    store.home.raw_file(built.id).write_bytes(b"short")
+    build(store, source)
+    assert {path: path.read_bytes() for path in paths} == whole
+    assert len(left(store)) == len(paths) + 1
+    with mounted(store, load(store)) as root:
+        assert difference(snapshot(source), snapshot(root)) == []
+
+
+def test_a_damaged_part_is_named_with_layer_and_blob(store: LayerStore, tmp_path: Path) -> None:
+    build(store, make_tree(tmp_path / "source"))
+    layer = load(store)
+    for blob in (layer.manifest.chunks, layer.manifest.metadata):
+        path = store.backend.local_path(blob.digest)
+        data = path.read_bytes()
+        path.write_bytes(b"X" + data[1:])
+        with pytest.raises(IntegrityError, match=f"^{REF}: layer {layer.id}: damaged blob .*expected {blob.digest}"):
+            store.show(REF)
+        path.write_bytes(data)
+    store.show(REF)
+
+
+def test_the_home_is_not_built_into_itself(store: LayerStore, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(store.home.path)
+    for source in (store.home.path, tmp_path, Path("/"), tmp_path / "link"):
+        with pytest.raises(DsecError, match="holds the home"):
+            build(store, source)
+    assert left(store) == []
+
+
+def test_a_pipe_is_a_source(store: LayerStore, tmp_path: Path) -> None:
+    make_tree(tmp_path / "source", files=5)
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["tar", "-C", tmp_path / "source", "-cf", tmp_path / "pipe", "d0"]) as tar:
+        built = build(store, tmp_path / "pipe")
+    assert tar.returncode == 0
+    assert built.counts["files"]

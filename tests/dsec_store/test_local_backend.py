@@ -22,6 +22,7 @@ from dsec_store.errors import (
     ReferenceInvalid,
     ReferenceUnknown,
 )
+from dsec_store.home import Home
 
 NOWHERE = "sha256:" + "0" * 64
 
@@ -152,6 +153,87 @@ def test_blobs_are_listed_in_order_and_deleted(backend: LocalBackend) -> None:
     assert list(backend.blobs()) == digests
     backend.delete(digests[3])
     assert list(backend.blobs()) == digests[:3] + digests[4:]
+
+
+# Damage
+
+
+@pytest.mark.parametrize("damage", [b"changed" + bytes(993), b"short", b"", b"longer" * 1000])
+@pytest.mark.parametrize("with_reference", [False, True])
+def test_a_damaged_blob_is_replaced_when_it_is_written_again(
+    backend: LocalBackend, damage: bytes, with_reference: bool
+) -> None:
+    data = b"content".ljust(1000, b".")
+    digest = put(backend, data)
+    path = backend.local_path(digest)
+    path.write_bytes(damage)
+    assert not backend.sound(digest)
+    with path.open("rb") as reader:
+        with backend.writer() as writer:
+            writer.write(data)
+            backend.publish([writer], *(("a", "t", digest) if with_reference else ()))
+        assert reader.read() == damage, "a file that somebody reads is not written to"
+    assert backend.read(digest) == data and backend.sound(digest, 1000) and not backend.sound(digest, 999)
+    kept = path.stat().st_ino
+    assert put(backend, data) == digest
+    assert path.stat().st_ino == kept, "a sound blob stays"
+    assert len(names(backend)) == 1 + with_reference
+
+
+def test_a_failed_publication_keeps_the_repair_and_no_half_named_file(backend: LocalBackend) -> None:
+    digest = put(backend, b"data")
+    backend.local_path(digest).write_bytes(b"DATA")
+    with pytest.raises(ReferenceConflict), backend.writer() as writer:
+        writer.write(b"data")
+        backend.publish([writer], "a", "t", digest, expected=NOWHERE)
+    (backend.root / "lock").write_text('{"blobs": [], "reference": null, "digest": null}')
+    (backend.root / "blob").write_bytes(b"left by a killed process")
+    put(backend, b"data")
+    assert backend.read(digest) == b"data"
+    assert len(names(backend)) == 1
+
+
+def test_damaged_references_are_listed_and_can_be_removed(backend: LocalBackend) -> None:
+    digest = put(backend, b"data")
+    for name in ("a", "m", "z"):
+        backend.put_ref(name, "t", digest)
+    tags = backend.ref_root / "m" / "_tags"
+    (tags / "t").write_bytes(b"\xff\0junk" * 1000)
+    (tags / "link").symlink_to("nowhere")
+    (tags / "Bad name\n").write_text(digest + "\n")
+    illegal = backend.ref_root / "UPPER case" / "_tags"
+    illegal.mkdir(parents=True)
+    (illegal / "t").write_text(digest + "\n")
+    found = {(r.name, r.tag): r.digest for r in backend.refs()}
+    damaged = {("m", "t"), ("m", "link"), ("m", "Bad name\n"), ("UPPER case", "t")}
+    assert found == {("a", "t"): digest, ("z", "t"): digest, **dict.fromkeys(damaged, "")}
+    with pytest.raises(ReferenceConflict, match="holds"):
+        backend.put_ref("m", "t", digest, expected=NOWHERE)
+    for name, tag in damaged:
+        backend.delete_ref(name, tag)
+    assert [r.name for r in backend.refs()] == ["a", "z"]
+    assert sorted(path.name for path in backend.ref_root.iterdir()) == ["a", "z"]
+    with pytest.raises(ReferenceInvalid):
+        backend.delete_ref("../../blobs", "t")
+
+
+def test_a_stray_file_among_the_blobs_is_no_blob(backend: LocalBackend) -> None:
+    digest = put(backend, b"data")
+    (backend.blob_root / "stray").touch()
+    assert list(backend.blobs()) == [digest]
+
+
+def test_folders_are_private_whatever_the_umask_is(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        backend = LocalBackend(tmp_path / "deep" / "store")
+        backend.put_ref("a/b/c", "t", put(backend, b"data"))
+        Home(tmp_path / "other" / "home").ensure()
+    finally:
+        os.umask(before)
+    made = list(tmp_path.rglob("*"))
+    assert len(made) > 10
+    assert [path for path in made if path.stat().st_mode & 0o077] == []
 
 
 # References
@@ -348,7 +430,7 @@ def test_a_failed_publication_keeps_what_was_there_before(tmp_path: Path) -> Non
 
 def test_an_open_publication_of_another_process_is_left_alone(tmp_path: Path) -> None:
     backend = LocalBackend(tmp_path / "store")
-    with backend._lock() as journal:
+    with backend.lock() as journal:
         digest = put_unlocked(backend)
         journal.begin(_Entry([digest], None, None))
         assert list(LocalBackend(tmp_path / "store").blobs()) == [digest]

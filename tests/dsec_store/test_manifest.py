@@ -116,7 +116,7 @@ def test_a_subject_is_kept() -> None:
         (lambda v: v.update(schemaVersion=1), "schemaVersion"),
         (lambda v: v.update(mediaType=media.OCI_INDEX), "media type"),
         (lambda v: v.update(artifactType="application/x"), "artifact type"),
-        (lambda v: v.pop("artifactType"), "artifact type"),
+        (lambda v: v.pop("artifactType"), "no artifactType"),
         (lambda v: v["layers"].pop(), "2 layers"),
         (lambda v: v["layers"].append(v["layers"][0]), "4 layers"),
         (lambda v: v["layers"].reverse(), "layer 0"),
