@@ -35,6 +35,7 @@ from dsec_store.manifest import MANIFEST_MAX
 from dsec_store.refs import valid_name, valid_tag
 from dsec_store.registry.oci import API_VERSION, Code, Needed, Problem, media_type_of, needed_by
 from dsec_store.registry.streaming import BlobPart, BlobResponse
+from erofs_tools.errors import show
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class _Registry:
         try:
             name = request.path_params.get("name")
             if name is not None and not valid_name(name):
-                raise Problem(400, Code.NAME_INVALID, f"not a repository name: {name!r}")
+                raise Problem(400, Code.NAME_INVALID, f"not a repository name: {show(name)}")
             handler = handlers.get("GET" if request.method == "HEAD" else request.method)
             if handler is None:
                 allow = ", ".join([*handlers, *(["HEAD"] if "GET" in handlers else [])])
@@ -140,13 +141,14 @@ class _Registry:
             if self.backend.stat(digest) > MANIFEST_MAX:  # a blob of another sort
                 raise unknown
             data = self.backend.read(digest)
+            if digest_of(data) != digest:
+                message = f"the store's copy of {digest} is damaged: found {digest_of(data)}"
+                raise Problem(500, Code.UNKNOWN, message)
             media_type = media_type_of(parse_json_object(data, "manifest"))
         except (BlobUnknown, IntegrityError):
             raise unknown from None
         if media_type is None:
             raise unknown
-        if digest_of(data) != digest:
-            raise Problem(500, Code.UNKNOWN, f"the store's copy of the manifest {digest} is damaged")
         return digest, data, media_type
 
     async def put_manifest(self, request: Request) -> Response:
@@ -154,7 +156,7 @@ class _Registry:
         if ":" in reference:
             _digest(reference)
         elif not valid_tag(reference):
-            raise Problem(400, Code.TAG_INVALID, f"not a tag: {reference!r}")
+            raise Problem(400, Code.TAG_INVALID, f"not a tag: {show(reference)}")
         data = await self._small_body(request)
         try:
             document = parse_json_object(data, "manifest")
@@ -162,7 +164,7 @@ class _Registry:
             if media_type is None:
                 found = document.get("mediaType")
                 raise IntegrityError(
-                    f"manifest: schemaVersion {document.get('schemaVersion')!r} of type {found!r} is not known"
+                    f"manifest: schemaVersion {show(document.get('schemaVersion'))} of type {show(found)} is not known"
                 )
             needed = list(needed_by(document))
         except IntegrityError as error:
@@ -271,7 +273,7 @@ class _Registry:
         if not re.fullmatch(r"[0-9a-f]{48}", upload) or not hmac.compare_digest(
             proof, hmac.digest(self._key, number.encode(), "sha256").hex()[:16]
         ):
-            raise Problem(404, Code.BLOB_UPLOAD_UNKNOWN, f"no upload {upload[:64]!r}: start again with POST")
+            raise Problem(404, Code.BLOB_UPLOAD_UNKNOWN, f"no upload {show(upload)}: start again with POST")
 
     async def finish_upload(self, request: Request) -> Response:
         self._check_upload(request)
@@ -309,7 +311,7 @@ class _Registry:
 def _digest(text: str) -> str:
     if not is_digest(text):
         raise Problem(
-            400, Code.DIGEST_INVALID, f"not a digest: {text[:100]!r}; expected sha256: and 64 hexadecimal digits"
+            400, Code.DIGEST_INVALID, f"not a digest: {show(text)}; expected sha256: and 64 hexadecimal digits"
         )
     return text
 

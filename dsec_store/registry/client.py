@@ -23,6 +23,7 @@ from dsec_store.manifest import MANIFEST_MAX
 from dsec_store.refs import is_loopback
 from dsec_store.registry.oci import MANIFEST_TYPES
 from dsec_store.registry.ranges import parse_content_range
+from erofs_tools.errors import shorten, show
 
 CONNECT_TIMEOUT = 10.0
 SILENCE_TIMEOUT = 30.0
@@ -82,7 +83,7 @@ class RegistryClient:
             digest, promised = digest_of(bytes(data)), response.headers.get("docker-content-digest", "")
             expected = reference if is_digest(reference) else promised
             if expected and digest != expected:
-                raise IntegrityError(f"{what} from {self.host}: found {digest}, expected {expected}")
+                raise IntegrityError(f"{what} from {self.host}: found {digest}, expected {shorten(expected)}")
             return bytes(data), response.headers.get("content-type", "").partition(";")[0], digest
 
     def has_manifest(self, name: str, digest: str) -> bool:
@@ -102,7 +103,7 @@ class RegistryClient:
             digest = digest_of(data)
             stored = response.headers.get("docker-content-digest", digest)
             if stored != digest:
-                raise IntegrityError(f"{what}: registry {self.host} stored it as {stored}, expected {digest}")
+                raise IntegrityError(f"{what}: registry {self.host} stored it as {show(stored)}, expected {digest}")
             return digest
 
     # Blobs
@@ -162,7 +163,7 @@ class RegistryClient:
             found = parse_content_range(response.headers.get("content-range"))
             if found is None or found[:2] != (offset, length):
                 said = response.headers.get("content-range", "no Content-Range")
-                raise RegistryError(f"registry {self.host} sent {said!r}, expected {what}", status=206)
+                raise RegistryError(f"registry {self.host} sent {show(said)}, expected {what}", status=206)
             data = bytearray()
             for piece in self._body(response, what, length):
                 data += piece
@@ -247,7 +248,7 @@ class RegistryClient:
     def _check_length(self, response: httpx.Response, found: int, what: str) -> None:
         promised = response.headers.get("content-length")
         if promised is not None and promised != str(found):
-            raise IntegrityError(f"{what} from {self.host}: found {found} bytes, Content-Length is {promised}")
+            raise IntegrityError(f"{what} from {self.host}: found {found} bytes, Content-Length is {show(promised)}")
 
     def _expect(self, response: httpx.Response, good: tuple[int, ...], what: str) -> None:
         """Raise RegistryError unless the status is one of ``good``."""

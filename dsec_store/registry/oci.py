@@ -10,6 +10,7 @@ from typing import Any
 from dsec_store import media
 from dsec_store.digests import is_digest
 from dsec_store.errors import IntegrityError
+from erofs_tools.errors import show
 
 MANIFEST_TYPES = (media.OCI_MANIFEST, media.OCI_INDEX, media.DOCKER_MANIFEST, media.DOCKER_LIST)
 
@@ -82,17 +83,17 @@ def needed_by(document: dict[str, Any]) -> Iterator[Needed]:
         where = [("config", [document.get("config")]), ("layers", document.get("layers"))]
     for key, descriptors in where:
         if not isinstance(descriptors, list):
-            raise IntegrityError(f"manifest: {key} is {descriptors!r}, expected a list of descriptors")
+            raise IntegrityError(f"manifest: {key} is {show(descriptors)}, expected a list of descriptors")
         for number, descriptor in enumerate(descriptors):
             if not isinstance(descriptor, dict):
-                raise IntegrityError(f"manifest: {key}[{number}] is {descriptor!r}, expected a descriptor")
+                raise IntegrityError(f"manifest: {key}[{number}] is {show(descriptor)}, expected a descriptor")
             digest, size = descriptor.get("digest"), descriptor.get("size")
             if not isinstance(digest, str) or not is_digest(digest):
                 raise IntegrityError(
-                    f"manifest: {key}[{number}].digest is {digest!r}, expected sha256: and 64 hexadecimal digits"
+                    f"manifest: {key}[{number}].digest is {show(digest)}, expected sha256: and 64 hexadecimal digits"
                 )
             if type(size) is not int or size < 0:
-                raise IntegrityError(f"manifest: {key}[{number}].size is {size!r}, expected a number of bytes")
+                raise IntegrityError(f"manifest: {key}[{number}].size is {show(size)}, expected a number of bytes")
             kind = str(descriptor.get("mediaType"))
             if descriptor.get("urls") and ("foreign" in kind or "nondistributable" in kind):
                 continue

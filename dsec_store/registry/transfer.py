@@ -6,6 +6,7 @@ visible in the local store in one step, after its parts were found to agree; an 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -18,9 +19,9 @@ from dsec_store.chunks import RAW, ZSTD, ChunkTable
 from dsec_store.config import LayerConfig
 from dsec_store.dataobject import METADATA_MAX, decode_metadata
 from dsec_store.digests import digest_bytes, digest_of
-from dsec_store.errors import BlobUnknown, IntegrityError, ReferenceInvalid, ReferenceUnknown, WrongKind
+from dsec_store.errors import BlobUnknown, IntegrityError, ReferenceInvalid, ReferenceUnknown
 from dsec_store.layers.environment import build_environment
-from dsec_store.layers.store import Layer, LayerStore, local_tag
+from dsec_store.layers.store import Layer, LayerStore, about, local_tag
 from dsec_store.manifest import (
     MANIFEST_MAX,
     Descriptor,
@@ -33,6 +34,8 @@ from dsec_store.manifest import (
 from dsec_store.refs import Reference, parse_reference
 from dsec_store.registry.client import RegistryClient
 from dsec_store.registry.rawfile import make_raw
+from erofs_tools.errors import ErofsError, show
+from erofs_tools.verify import verify
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in total, as often as a megabyte comes."""
@@ -68,10 +71,22 @@ class _Local:
     store: LayerStore
 
     def manifest(self, digest: str) -> bytes:
-        return self.store.backend.read(digest)
+        return self.store.read(digest)
 
     def stream(self, blob: Descriptor) -> Iterable[bytes]:
-        return self.store.backend.stream(blob.digest)
+        """The last piece comes only when all of them were right: a damaged blob is named here, and not there."""
+        summed, last = hashlib.sha256(), b""
+        for piece in self.store.backend.stream(blob.digest):
+            if last:
+                yield last
+            summed.update(piece)
+            last = piece
+        found = "sha256:" + summed.hexdigest()
+        if found != blob.digest:
+            where = self.store.backend.local_path(blob.digest)
+            raise IntegrityError(f"damaged blob {where}: found {found}, expected {blob.digest}")
+        if last:
+            yield last
 
 
 @dataclass(frozen=True)
@@ -109,7 +124,7 @@ class _Clients:
         """The origin that an annotation ``dev.dsec.source`` names."""
         reference = parse_reference(text)
         if reference.host is None:
-            raise IntegrityError(f"annotation {media.SOURCE}: found {text!r}, expected HOST[:PORT]/NAME")
+            raise IntegrityError(f"annotation {media.SOURCE}: found {show(text)}, expected HOST[:PORT]/NAME")
         return _Remote(self.at(reference.host), reference.name)
 
 
@@ -148,6 +163,8 @@ class _Planned:
     manifest: LayerManifest
     origin: _Origin
     missing: list[Descriptor] = field(default_factory=list)
+    whole: bool = False
+    """All of it is here, and was read."""
 
 
 def _host(reference: Reference) -> str:
@@ -175,13 +192,26 @@ def push(
     host = _host(target)
     if reference.host is not None:
         raise ReferenceInvalid(f"{reference} is in a registry, expected a reference of the local store: NAME:TAG")
+    with about(str(reference)):
+        return _push(store, reference, host, target, plain_http, progress)
+
+
+def _push(
+    store: LayerStore,
+    reference: Reference,
+    host: str,
+    target: Reference,
+    plain_http: bool | None,
+    progress: Progress | None,
+) -> Transferred:
     digest = reference.digest or store.backend.get_ref(reference.name, reference.version)
-    root = _parse(store.backend.read(digest), str(reference))
+    root = _parse(store.read(digest), digest)
     if target.digest is not None and target.digest != digest:
         raise ReferenceInvalid(f"{target} names another digest than {reference}, which is {digest}")
     with _Clients(plain_http) as clients:
         client = clients.at(host)
         plan = [_Planned(*_where(store, clients, one, digest)) for one in _entries(root)]
+        _check_claims(root, plan)
         result = _result(root, digest, [layer.manifest.layer_id for layer in plan])
         counter = _Counter(result, 0, progress)
         seen: set[str] = set()
@@ -228,14 +258,18 @@ def _where(store: LayerStore, clients: _Clients, entry: EnvironmentLayer, within
         origin = clients.source(entry.source)
     else:
         raise BlobUnknown(f"{within}: layer {entry.manifest_digest} is not whole in this store, and it names no source")
-    manifest = LayerManifest.parse(_checked(origin.manifest(entry.manifest_digest), entry.manifest_digest))
-    return manifest, origin
+    return _layer_manifest(origin.manifest(entry.manifest_digest), entry.manifest_digest), origin
+
+
+def _layer_manifest(data: bytes, digest: str) -> LayerManifest:
+    with about(f"blob {digest}"):
+        return LayerManifest.parse(_checked(data, digest))
 
 
 def _is_whole(store: LayerStore, manifest_digest: str) -> bool:
     if not store.backend.has(manifest_digest):
         return False
-    manifest = LayerManifest.parse(_checked(store.backend.read(manifest_digest), manifest_digest))
+    manifest = _layer_manifest(store.read(manifest_digest), manifest_digest)
     return all(_has(store, blob) for blob in manifest.blobs())
 
 
@@ -262,7 +296,8 @@ def pull(
 
     reference: None stands for the source's name and tag. raw: make ``raw/<id>`` of each layer too, which mounts read in
     place. A layer that the source lacks is read where the environment says. Before anything of a layer becomes visible,
-    its config, chunk table, metadata image and kind are checked against each other. Raises ReferenceUnknown,
+    its config, chunk table, metadata image and kind are checked against each other, and the image like before a mount.
+    What is here is read, and fetched again where its bytes are wrong. Raises ReferenceUnknown,
     BlobUnknown, WrongKind, IntegrityError, RegistryError, StoreFull.
     """
     host = _host(source)
@@ -271,11 +306,25 @@ def pull(
             raise ReferenceInvalid(f"{source} has no tag to be kept under: give a reference NAME:TAG")
         reference = source.local()
     local_tag(reference)
+    with about(str(source)):
+        return _pull(store, source, host, reference, raw, plain_http, progress)
+
+
+def _pull(
+    store: LayerStore,
+    source: Reference,
+    host: str,
+    reference: Reference,
+    raw: bool,
+    plain_http: bool | None,
+    progress: Progress | None,
+) -> Transferred:
     with _Clients(plain_http) as clients:
         origin = _Remote(clients.at(host), source.name)
         data, _, digest = origin.client.get_manifest(source.name, source.version)
-        root = _parse(data, str(source))
+        root = _parse(data, digest)
         plan = [_plan_pull(store, clients, origin, entry, digest) for entry in _entries(root)]
+        _check_claims(root, plan)
         result = _result(root, digest, [layer.manifest.layer_id for layer in plan])
         counter = _Counter(result, 0, progress)
         seen: set[str] = set()
@@ -284,7 +333,7 @@ def pull(
                 if blob.digest in seen:
                     continue
                 seen.add(blob.digest)
-                if _has(store, blob):
+                if layer.whole or store.backend.sound(blob.digest, blob.size):
                     counter.present(blob.size)
                 else:
                     layer.missing.append(blob)
@@ -301,8 +350,10 @@ def pull(
 
 
 def _plan_pull(store: LayerStore, clients: _Clients, origin: _Remote, entry: EnvironmentLayer, within: str) -> _Planned:
-    if _is_whole(store, entry.manifest_digest):
-        return _Planned(LayerManifest.parse(store.backend.read(entry.manifest_digest)), _Local(store))
+    if store.backend.sound(entry.manifest_digest):
+        manifest = _layer_manifest(store.read(entry.manifest_digest), entry.manifest_digest)
+        if all(store.backend.sound(blob.digest, blob.size) for blob in manifest.blobs()):
+            return _Planned(manifest, _Local(store), whole=True)
     try:
         data = origin.manifest(entry.manifest_digest)
     except ReferenceUnknown:
@@ -314,7 +365,7 @@ def _plan_pull(store: LayerStore, clients: _Clients, origin: _Remote, entry: Env
         raise IntegrityError(
             f"{within}: layer manifest {entry.manifest_digest} has {len(data)} bytes, expected {entry.manifest_size}"
         )
-    return _Planned(LayerManifest.parse(data), origin)
+    return _Planned(_layer_manifest(data, entry.manifest_digest), origin)
 
 
 def _pull_layer(store: LayerStore, layer: _Planned, counter: _Counter) -> Layer:
@@ -332,7 +383,7 @@ def _pull_layer(store: LayerStore, layer: _Planned, counter: _Counter) -> Layer:
                 writer.write(piece)
             counter.sent(blob.size)
         found = _agreed(store, manifest, writers)
-        if writers or not store.backend.has(manifest.digest):
+        if writers or not store.backend.sound(manifest.digest):
             last = stack.enter_context(store.backend.writer())
             last.write(manifest.raw)
             store.publish([*writers.values(), last], None, manifest.digest)
@@ -344,21 +395,36 @@ def _agreed(store: LayerStore, manifest: LayerManifest, writers: dict[str, BlobW
 
     def load(blob: Descriptor) -> bytes:
         writer = writers.get(blob.digest)
-        return _checked(store.backend.read(blob.digest) if writer is None else _written(writer), blob.digest)
+        return store.read(blob.digest) if writer is None else _checked(_written(writer), blob.digest)
 
-    config = LayerConfig.parse(load(manifest.config))
-    what = f"layer {config.id}"
-    kind = manifest.annotations.get(media.KIND, config.kind)
-    if kind != config.kind:
-        raise IntegrityError(f"{what}: the manifest says kind {kind}, the config {config.kind}")
-    table = ChunkTable.parse(load(manifest.chunks), root=config.data_root, stored_size=manifest.data.size)
-    if table.data_size != config.data_size:
-        raise IntegrityError(f"{what}: the chunk table has {table.data_size} bytes, expected {config.data_size}")
-    if table.encoding != (ZSTD if manifest.zstd else RAW):
-        raise IntegrityError(f"{what}: encoding {table.encoding} in the chunk table of {manifest.data.media_type}")
-    frame = load(manifest.metadata)
-    decode_metadata(frame, config.metadata_size, digest_bytes(config.metadata_digest))
+    what = f"layer {manifest.layer_id}"
+    with about(what):
+        with about(f"blob {manifest.config.digest}"):
+            config = LayerConfig.parse(load(manifest.config))
+        kind = manifest.annotations.get(media.KIND, config.kind)
+        if kind != config.kind:
+            raise IntegrityError(f"{what}: the manifest says kind {kind}, the config {config.kind}")
+        with about(f"blob {manifest.chunks.digest}"):
+            table = ChunkTable.parse(load(manifest.chunks), root=config.data_root, stored_size=manifest.data.size)
+            if table.data_size != config.data_size:
+                raise IntegrityError(f"chunk table: found {table.data_size} bytes, expected {config.data_size}")
+            if table.encoding != (ZSTD if manifest.zstd else RAW):
+                raise IntegrityError(f"chunk table: encoding {table.encoding} for {manifest.data.media_type}")
+        with about(f"blob {manifest.metadata.digest}"):
+            frame = load(manifest.metadata)
+            image = decode_metadata(frame, config.metadata_size, digest_bytes(config.metadata_digest))
+            _check_image(image, config)
     return Layer(manifest, config)
+
+
+def _check_image(image: bytes, config: LayerConfig) -> None:
+    """Refuse here what a mount would refuse."""
+    try:
+        verified = verify(image, data_size=config.data_size)
+    except ErofsError as error:
+        raise IntegrityError(f"may not be mounted: {error}") from error
+    if verified.inodes != config.inodes:
+        raise IntegrityError(f"the metadata image has {verified.inodes} inodes, the config says {config.inodes}")
 
 
 def _written(writer: BlobWriter) -> bytes:
@@ -369,25 +435,38 @@ def _written(writer: BlobWriter) -> bytes:
     return b"".join(pieces)
 
 
+def _check_claims(root: LayerManifest | EnvironmentIndex, plan: list[_Planned]) -> None:
+    """Whether an index tells the truth about its layers as far as their manifests say it, before the work."""
+    if not isinstance(root, EnvironmentIndex):
+        return
+    where = f"environment {root.digest}"
+    ids = [layer.manifest.layer_id for layer in plan]
+    for number, (entry, layer) in enumerate(zip(root.layers, plan, strict=True)):
+        _check_claim(where, number, "id", entry.id, layer.manifest.layer_id)
+        _check_claim(where, number, "kind", entry.kind, layer.manifest.annotations.get(media.KIND, entry.kind))
+    said, found = root.annotations.get(media.ID), environment_id(ids)
+    if said is not None and said != found:
+        raise IntegrityError(f"{where}: annotation {media.ID} is {show(said)}, its layers give {found}")
+
+
+def _check_claim(where: str, number: int, what: str, said: str | None, found: str | None) -> None:
+    if said is not None and said != found:
+        raise IntegrityError(f"{where}: layer {number} is of {what} {found}, the index says {said}")
+
+
 def _check_environment(index: EnvironmentIndex, layers: list[Layer]) -> None:
-    """Whether an index tells the truth about its layers, and these make an environment."""
+    """The same with what their configs say, and whether they make an environment."""
     for number, (entry, layer) in enumerate(zip(index.layers, layers, strict=True)):
-        for what, said, found in (("kind", entry.kind, layer.kind), ("id", entry.id, layer.id)):
-            if said is not None and said != found:
-                raise IntegrityError(
-                    f"environment {index.digest}: layer {number} is of {what} {found}, the index says {said}"
-                )
+        _check_claim(f"environment {index.digest}", number, "kind", entry.kind, layer.kind)
     build_environment([layer.in_environment() for layer in layers])
 
 
 # Both
 
 
-def _parse(data: bytes, what: str) -> LayerManifest | EnvironmentIndex:
-    try:
+def _parse(data: bytes, digest: str) -> LayerManifest | EnvironmentIndex:
+    with about(f"blob {digest}"):
         return parse_manifest(data)
-    except WrongKind as error:
-        raise WrongKind(f"{what}: {error}") from None
 
 
 def _entries(root: LayerManifest | EnvironmentIndex) -> Iterable[EnvironmentLayer]:

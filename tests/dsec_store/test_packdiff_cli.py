@@ -99,5 +99,5 @@ def test_a_registry_that_cannot_be_reached_loses_nothing(dsec: Dsec, busybox: Pa
     dsec("run", BASE, "--name", "first", "--keep", "--", "sh", "-c", CHANGE)
     done = dsec("pack-diff", "first", "--ref", "localhost:1/result:1", check=False)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    digest = done.stderr.split("result@")[1].split()[0]
+    digest = done.stderr.split("push result@")[1].split()[0]
     assert dsec.json("layer", "show", f"any@{digest}")["kind"] == "environment"

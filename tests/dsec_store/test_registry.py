@@ -308,6 +308,29 @@ def test_uploading_again_is_fine(backend: LocalBackend, http: httpx.Client) -> N
         assert http.post("/v2/a/blobs/uploads/", params={"digest": sha256(b"x")}, content=b"x").status_code == 201
 
 
+def test_uploading_again_repairs_a_damaged_blob(backend: LocalBackend, http: httpx.Client) -> None:
+    data = b"to be damaged" * 100
+    for _ in range(2):
+        http.post("/v2/a/blobs/uploads/", params={"digest": sha256(data)}, content=data).raise_for_status()
+        assert backend.read(sha256(data)) == data
+        backend.local_path(sha256(data)).write_bytes(data.upper())
+    backend.delete(sha256(data))
+
+
+def test_a_damaged_manifest_is_said_and_repaired_by_a_push(backend: LocalBackend, http: httpx.Client) -> None:
+    put(backend, b"{}")
+    manifest = manifest_of(b"{}")
+    headers = {"Content-Type": media.OCI_MANIFEST}
+    http.put("/v2/hurt/manifests/t", content=manifest, headers=headers).raise_for_status()
+    backend.local_path(sha256(manifest)).write_bytes(b"junk")
+    for reference in ("t", sha256(manifest)):
+        answer = http.get(f"/v2/hurt/manifests/{reference}")
+        assert answer.status_code == 500
+        assert sha256(manifest) in answer.text and sha256(b"junk") in answer.text
+    http.put("/v2/hurt/manifests/t", content=manifest, headers=headers).raise_for_status()
+    assert http.get("/v2/hurt/manifests/t").content == manifest
+
+
 def test_wrong_bytes_leave_nothing(backend: LocalBackend, http: httpx.Client) -> None:
     before = files(backend)
     answer = http.post("/v2/a/blobs/uploads/", params={"digest": sha256(b"this")}, content=b"that")

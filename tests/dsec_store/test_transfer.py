@@ -15,7 +15,7 @@ import pytest
 
 from dsec_store import media
 from dsec_store.chunks import CHUNK, HEADER_SIZE, RAW, ChunkRecord, ChunkTable
-from dsec_store.dataobject import decode_chunk
+from dsec_store.dataobject import decode_chunk, encode_metadata
 from dsec_store.errors import (
     BlobUnknown,
     DsecError,
@@ -29,10 +29,12 @@ from dsec_store.errors import (
 from dsec_store.home import Home
 from dsec_store.layers.build import BuiltLayer, build_layer
 from dsec_store.layers.environment import publish_environment
-from dsec_store.layers.store import LayerStore
+from dsec_store.layers.packdiff import pack_diff
+from dsec_store.layers.store import Layer, LayerStore
 from dsec_store.manifest import EnvironmentIndex, EnvironmentLayer, LayerManifest
 from dsec_store.refs import Reference, parse_reference
 from dsec_store.registry.transfer import pull, push
+from erofs_tools.ondisk import BLOCK, CHECKSUM_OFFSET, SUPER_OFFSET, checksum
 from tests import hostile
 from tests.conftest import Dsec
 from tests.hostile import HostileRegistry
@@ -234,6 +236,60 @@ def test_a_layer_that_is_nowhere_is_named(origin: LayerStore, here: LayerStore, 
         push(here, ref("broken:1"), ref(f"{host}/x:1"))
 
 
+# Damage
+
+
+def all_files(store: LayerStore, layer: Layer) -> list[Path]:
+    digests = [layer.digest, *(blob.digest for blob in layer.manifest.blobs())]
+    return [*map(store.backend.local_path, digests), store.home.raw_file(layer.id)]
+
+
+def test_a_pull_repairs_what_is_damaged_here(origin: LayerStore, here: LayerStore) -> None:
+    with HostileRegistry(origin.home.store) as registry:
+        for name in ("base", "env"):
+            pull(here, ref(f"{registry.host}/{name}:1"), raw=True)
+            layer = here.load_layer(origin.backend.get_ref("base", "1"))
+            paths = all_files(here, layer)
+            whole = [path.read_bytes() for path in paths]
+            for damaged, data in zip(paths, whole, strict=True):
+                damaged.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+                pull(here, ref(f"{registry.host}/{name}:1"), raw=True)
+                assert [path.read_bytes() for path in paths] == whole
+            for path, data in zip(paths, whole, strict=True):
+                path.write_bytes(bytes(len(data)))
+            pull(here, ref(f"{registry.host}/{name}:1"), raw=True)
+            assert [path.read_bytes() for path in paths] == whole
+            assert {path.name for path in here.home.raw.iterdir()} <= {path.name for path in origin.home.raw.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("part", "reference"),
+    [
+        *((part, "base:1") for part in ("manifest", "config", "metadata", "chunks", "data")),
+        *((part, "env:1") for part in ("manifest", "config", "metadata", "chunks", "data", "index")),
+    ],
+)
+def test_a_push_names_the_reference_and_the_damaged_blob(
+    origin: LayerStore, here: LayerStore, host: str, far: LayerStore, reference: str, part: str
+) -> None:
+    with HostileRegistry(origin.home.store) as registry:
+        pull(here, ref(f"{registry.host}/env:1"))
+        pull(here, ref(f"{registry.host}/base:1"))
+    layer = here.load_layer(here.backend.get_ref("base", "1"))
+    if part in ("manifest", "index"):
+        digest = layer.digest if part == "manifest" else here.backend.get_ref("env", "1")
+    else:
+        digest = getattr(layer.manifest, part).digest
+    path = here.backend.local_path(digest)
+    data = path.read_bytes().replace(b"dev.dsec.id", b"dev.dsec.ID", 1)
+    changed = data if data != path.read_bytes() else data[:-1] + bytes([data[-1] ^ 1])
+    path.write_bytes(changed)
+    found = "sha256:" + hashlib.sha256(changed).hexdigest()
+    with pytest.raises(IntegrityError, match=f"^{reference}: .*{found}, expected {digest}"):
+        push(here, ref(reference), ref(f"{host}/x:1"))
+    assert list(far.list()) == []
+
+
 # Refusals
 
 
@@ -418,6 +474,87 @@ def test_a_chunk_that_lies_gives_no_raw_file(origin: LayerStore, here: LayerStor
             pull(here, ref(f"{registry.host}/forged:1"), raw=True)
     assert list(here.list()) == []
     assert list(here.home.raw.iterdir()) == []
+
+
+def test_metadata_that_a_mount_refuses_is_refused_by_a_pull(origin: LayerStore, here: LayerStore) -> None:
+    """Digests and sizes are all right; what lies is the image itself, or the config about it."""
+    layer = origin.load_layer(origin.backend.get_ref("base", "1"))
+    image = bytearray(origin.metadata_image(layer))
+    image[SUPER_OFFSET + 8] |= 0x40  # a feature that is not known
+    image[CHECKSUM_OFFSET : CHECKSUM_OFFSET + 4] = bytes(4)
+    image[CHECKSUM_OFFSET : CHECKSUM_OFFSET + 4] = checksum(bytes(image[:BLOCK])).to_bytes(4, "little")
+    with HostileRegistry(origin.home.store) as registry:
+        for lie, words in ((True, "may not be mounted"), (False, "inodes, the config says")):
+            forge = Forge(registry, origin)
+            if lie:
+                frame = encode_metadata(bytes(image))
+                forge.metadata = (registry.add_blob(frame), len(frame))
+                digest = "sha256:" + hashlib.sha256(image).hexdigest()
+                forge.config = replace(forge.config, metadata_digest=digest)
+            else:
+                forge.config = replace(forge.config, inodes=forge.config.inodes + 1)
+            forge.publish()
+            source = f"{registry.host}/forged:1"
+            blob = forge.metadata[0]
+            with pytest.raises(IntegrityError, match=f"^{source}: layer {forge.config.id}: blob {blob}: .*{words}"):
+                pull(here, ref(source))
+            assert contents(here) == set()
+
+
+def test_an_index_that_lies_about_its_own_id_is_refused_before_the_work(origin: LayerStore, here: LayerStore) -> None:
+    entry = origin.load_layer(origin.backend.get_ref("base", "1")).in_environment()
+    for own, layers in (("sha256:" + "5" * 64, None), (None, "sha256:" + "6" * 64)):
+        document = json.loads(EnvironmentIndex.build([replace(entry, id=layers or entry.id)]).raw)
+        document["annotations"][media.ID] = own or document["annotations"][media.ID]
+        with HostileRegistry(origin.home.store) as registry:
+            registry.substitute("forged:1", json.dumps(document).encode())
+            with pytest.raises(IntegrityError, match=f"^{registry.host}/forged:1: environment sha256:.*(5555|6666)"):
+                pull(here, ref(f"{registry.host}/forged:1"))
+            assert not [request for request in registry.requests if "/blobs/" in request.path]
+        assert contents(here) == set()
+
+
+def test_more_layers_than_can_be_mounted_are_refused_before_the_work(origin: LayerStore, here: LayerStore) -> None:
+    base, work = (
+        origin.load_layer(origin.backend.get_ref(name, "1")).in_environment().descriptor().to_json()
+        for name in ("base", "work")
+    )
+    index = {"schemaVersion": 2, "mediaType": media.OCI_INDEX, "artifactType": media.ENVIRONMENT}
+    with HostileRegistry(origin.home.store) as registry:
+        registry.substitute("deep:1", json.dumps({**index, "manifests": [base, *[work] * 500]}).encode())
+        with pytest.raises(IntegrityError, match=r"deep:1: .*found 501 layers, expected at most 500"):
+            pull(here, ref(f"{registry.host}/deep:1"))
+        assert len(registry.requests) == 1
+        registry.substitute("deep:1", json.dumps({**index, "manifests": [base, *[work] * 499]}).encode())
+        assert pull(here, ref(f"{registry.host}/deep:1")).layers == 500
+    layers = [origin.load_layer(origin.backend.get_ref("base", "1")).in_environment()] * 500
+    with pytest.raises(WrongKind, match="501 layers, expected at most 500"):
+        pack_diff(here, here.home.path, layers, ref("packed:1"))
+
+
+def test_an_index_without_its_type_says_what_lost_it(origin: LayerStore, here: LayerStore) -> None:
+    document = json.loads(origin.read(origin.backend.get_ref("env", "1")))
+    del document["artifactType"]
+    with HostileRegistry(origin.home.store) as registry:
+        registry.substitute("copied:1", json.dumps(document).encode())
+        with pytest.raises(WrongKind, match=r"copied:1: .*no artifactType.*an index copied by skopeo loses it"):
+            pull(here, ref(f"{registry.host}/copied:1"))
+
+
+@pytest.mark.parametrize("part", ["config", "chunks", "metadata"])
+def test_junk_in_a_part_is_named_with_reference_and_blob(origin: LayerStore, here: LayerStore, part: str) -> None:
+    layer = origin.load_layer(origin.backend.get_ref("base", "1"))
+    junk = b"\xff\0\x1b[31m" * 1000
+    with HostileRegistry(origin.home.store) as registry:
+        document = json.loads(layer.manifest.raw)
+        place = document["config"] if part == "config" else document["layers"][part == "chunks"]
+        place.update(digest=registry.add_blob(junk), size=len(junk))
+        document["annotations"].pop(media.ID)
+        registry.substitute("junk:1", json.dumps(document).encode())
+        registry.add_blob(json.dumps(document).encode())
+        with pytest.raises(IntegrityError, match=rf"^{registry.host}/junk:1: .*blob {place['digest']}: ") as caught:
+            pull(here, ref(f"{registry.host}/junk:1"))
+        assert len(str(caught.value)) < 600 and "\x1b" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
