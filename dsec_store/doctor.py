@@ -5,6 +5,7 @@ Kernel features are tried, not looked up: a tiny layer is made, mounted from a f
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
@@ -13,6 +14,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,6 +30,10 @@ MINIMUM_KERNEL = (6, 12)
 DISK_FILE_SYSTEMS = ("ext4", "xfs", "btrfs")
 ENOUGH_FILES = 4096
 """A node holds about four descriptors for each mounted layer."""
+ENOUGH_SPACE = 1 << 20
+"""Bytes that must fit on the home's disk, or nothing else will."""
+SPARE_FOLDERS = ("/var/tmp", "/tmp")
+PREFIX = ".dsec-doctor-"
 READ_PAGES = 256
 """Pages of one FUSE read of 1 MiB, what the node's readahead is set to."""
 
@@ -54,9 +60,35 @@ def able(checks: list[Check]) -> bool:
 
 def examine(home: Home) -> list[Check]:
     """Look at everything; takes some milliseconds and leaves nothing. Creates nothing in a home that does not exist."""
-    place = next(folder for folder in (home.path, *home.path.parents) if folder.is_dir())
+    place, trouble = _place(home.path)
     # The kinds of process first: they fork, which a process with threads should not.
-    return [*_permissions(), *_kernel(place), *_groups(), *_home(home, place), *_programs()]
+    return [*_permissions(), *_kernel(place), *_groups(), _home(home, place, trouble), *_programs()]
+
+
+def _place(path: Path) -> tuple[Path, str]:
+    """The folder that a home is in or would be made in, and why it cannot be (empty: it can)."""
+    for folder in (path, *path.parents):
+        if os.path.isdir(folder):  # noqa: PTH112 (Path's raises where it may not look)
+            return folder, _trial(folder)
+        try:
+            mode = folder.lstat().st_mode
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # what is above it says more
+                continue
+            return folder, f"{folder}: {error.strerror}"
+        kind = "a symbolic link that leads to no folder" if stat.S_ISLNK(mode) else "not a folder"
+        return folder, f"{folder} is {kind}"
+    raise AssertionError("the root is a folder")
+
+
+def _trial(folder: Path) -> str:
+    """Why nothing can be written in a folder; empty when something can."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder) as scratch:
+            (Path(scratch) / "file").write_bytes(bytes(ENOUGH_SPACE))
+    except OSError as error:
+        return f"cannot write in {folder}: {error.strerror}"
+    return ""
 
 
 def _probe(name: str, needed_for: str, probe: Callable[[], str], *, required: bool = True) -> Check:
@@ -103,33 +135,7 @@ def _kernel(place: Path) -> Iterator[Check]:
         "everything: 6.12 is the first with file-backed EROFS",
         True,
     )
-    content = b"dsec doctor\n".ljust(BLOCK, b".")
-    name = "file"
-    with tempfile.TemporaryDirectory(prefix=".dsec-doctor-", dir=place) as scratch:
-        image, data = f"{scratch}/image.erofs", f"{scratch}/data"
-        _write_pair(image, data, name, content)
-        yield _probe(
-            "EROFS from files",
-            "mounts, sandboxes (CONFIG_EROFS_FS_BACKED_BY_FILE)",
-            lambda: features.probe_erofs_file(image, data, name, content),
-        )
-        yield _probe(
-            "EROFS over FUSE",
-            "layers that are read on demand from a registry",
-            lambda: features.probe_erofs_over_fuse(image, content, name, content),
-        )
-        yield _probe(
-            "overlayfs",
-            "environments of several layers, writable mounts, sandboxes",
-            lambda: features.probe_overlay(image, data, name, scratch),
-        )
-        yield _probe(
-            "clone of a mount",
-            "a single layer mounted read-only (Linux 6.15)",
-            lambda: features.probe_clone(image, data),
-            required=False,
-        )
-        yield _probe("xattrs", "uppers, layers with xattrs", lambda: features.probe_xattrs(scratch))
+    yield from _kernel_features(place)
     pages = _number("/proc/sys/fs/fuse/max_pages_limit", READ_PAGES)
     yield Check(
         "FUSE read size",
@@ -154,6 +160,59 @@ def _kernel(place: Path) -> Iterator[Check]:
         "reads of 1 MiB (fewer requests)",
         False,
     )
+
+
+def _kernel_features(place: Path) -> Iterator[Check]:
+    """Tried in the home's file system; where that takes no file, in another one."""
+    content, name = b"dsec doctor\n".ljust(BLOCK, b"."), "file"
+    with ExitStack() as stack:
+        scratch = _scratch(stack, place)
+        image, data = f"{scratch}/image.erofs", f"{scratch}/data"
+
+        def probe(title: str, needed_for: str, function: Callable[..., str], *args: object, must: bool = True) -> Check:
+            def attempt() -> str:
+                if not scratch:
+                    raise OSError(f"not tried: no file can be made in {' or '.join([str(place), *SPARE_FOLDERS])}")
+                return function(*args)
+
+            return _probe(title, needed_for, attempt, required=must)
+
+        if scratch:
+            _write_pair(image, data, name, content)
+        yield probe(
+            "EROFS from files",
+            "mounts, sandboxes (CONFIG_EROFS_FS_BACKED_BY_FILE)",
+            features.probe_erofs_file,
+            *(image, data, name, content),
+        )
+        yield probe(
+            "EROFS over FUSE",
+            "layers that are read on demand from a registry",
+            features.probe_erofs_over_fuse,
+            *(image, content, name, content),
+        )
+        yield probe(
+            "overlayfs",
+            "environments of several layers, writable mounts, sandboxes",
+            features.probe_overlay,
+            *(image, data, name, scratch),
+        )
+        yield probe(
+            "clone of a mount",
+            "a single layer mounted read-only (Linux 6.15)",
+            features.probe_clone,
+            *(image, data),
+            must=False,
+        )
+        yield probe("xattrs", "uppers, layers with xattrs", features.probe_xattrs, scratch)
+
+
+def _scratch(stack: ExitStack, place: Path) -> str:
+    """A temporary folder that takes files, for as long as the stack; empty where there is none."""
+    for folder in (place, *map(Path, SPARE_FOLDERS)):
+        if os.path.isdir(folder) and not _trial(folder):  # noqa: PTH112
+            return stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder))
+    return ""
 
 
 def _write_pair(image: str, data: str, name: str, content: bytes) -> None:
@@ -188,19 +247,21 @@ def _groups() -> Iterator[Check]:
     yield Check("cgroups", LIMITED if absent else OK, found, needed_for, False)
 
 
-def _home(home: Home, place: Path) -> Iterator[Check]:
-    kind = statfs_name(str(place))
+def _home(home: Home, place: Path, trouble: str) -> Check:
+    needed_for = f"layers, cache, sandboxes: a disk file system ({', '.join(DISK_FILE_SYSTEMS)}; others are not tried)"
+    where = f"{home.path}{'' if home.path == place else ' (to be made)'}"
+    try:
+        if trouble:
+            found = trouble if home.path == place else f"{home.path}: {trouble}"
+            return Check("home", MISSING, found, needed_for, True)
+        kind = statfs_name(str(place))
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        return Check("home", MISSING, f"{home.path}: {error.strerror}", needed_for, True)
     known = kind in DISK_FILE_SYSTEMS
     refused = kind in ("tmpfs", "ramfs", "overlayfs", "fuse", "erofs")
-    free = shutil.disk_usage(place).free
-    where = f"{home.path}{'' if home.path == place else ' (to be made)'}"
-    yield Check(
-        "home",
-        OK if known else MISSING if refused else LIMITED,
-        f"{where} on {kind}, {free / 1e9:.0f} GB free",
-        f"layers, cache, sandboxes: a disk file system ({', '.join(DISK_FILE_SYSTEMS)}; others are not tried)",
-        True,
-    )
+    status = OK if known else MISSING if refused else LIMITED
+    return Check("home", status, f"{where} on {kind}, {free / 1e9:.0f} GB free", needed_for, True)
 
 
 def _programs() -> Iterator[Check]:
@@ -229,6 +290,9 @@ def _version(program: str, search: str | None = None) -> str:
     path = shutil.which(program, path=search)
     if path is None:
         return ""
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=10)
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return ""
     found = re.search(r"\d+(\.\d+)+", done.stdout + done.stderr)
     return found[0] if found else ""
