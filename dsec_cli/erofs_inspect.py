@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from dsec_cli.output import human_size, print_json, print_table
+from dsec_cli.output import human_size, print_json, print_line, print_table
 from erofs_tools.errors import FormatError
 from erofs_tools.inspect import describe
 
@@ -45,7 +45,7 @@ def _print(found: dict[str, Any]) -> None:
     rows.append(("contents", f"{human_size(contents['size'])}, of it {human_size(contents['holes'])} holes"))
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
-        click.echo(f"{name.ljust(width)}  {text}")
+        print_line(f"{name.ljust(width)}  {text}")
     for title, unit, kind in (
         ("largest files", "size", "largest_files"),
         ("largest directories", "names", "largest_directories"),

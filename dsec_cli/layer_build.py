@@ -16,7 +16,7 @@ from dsec_store.media import KINDS
 
 
 @click.command("build")
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source")
 @click.option("--ref", "reference", required=True, metavar="NAME:TAG", help="The reference to publish it under.")
 @click.option("--kind", required=True, type=click.Choice(KINDS), help="What the layer is for.")
 @click.option("--strip-overlay-xattrs", is_flag=True, help="Drop overlay xattrs and 0/0 devices instead of refusing.")
@@ -28,7 +28,7 @@ from dsec_store.media import KINDS
 @click.option("--cmd", default="", metavar="WORDS", help="The command, as a shell line (base only).")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
-    source: Path,
+    source: str,
     reference: str,
     kind: str,
     strip_overlay_xattrs: bool,
@@ -49,6 +49,13 @@ def command(
     from dsec_store.layers.store import LayerStore, local_tag
     from dsec_store.refs import parse_reference
 
+    if not source:  # which would be the current directory
+        raise click.UsageError("SOURCE is empty; expected a directory or a tar")
+    for option, value in (("--user", user), ("--workdir", workdir)):
+        if not value.isprintable():
+            raise click.UsageError(f"{option} {value!r}: expected text without control characters")
+    if workdir and not workdir.startswith("/"):
+        raise click.UsageError(f"--workdir {workdir}: expected an absolute path")
     run = {
         "Env": list(env),
         "Entrypoint": _words("--entrypoint", entrypoint),
@@ -66,7 +73,7 @@ def command(
     with progress_bar(f"building {parsed}") as progress:
         built = build_layer(
             LayerStore(Home.default()),
-            source,
+            Path(source),
             parsed,
             kind,
             strip_overlay=strip_overlay_xattrs,

@@ -10,7 +10,7 @@ from dsec_cli.output import human_size, print_json, print_table
 @click.command("ls")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
 def command(as_json: bool) -> None:
-    """List the layers and environments of the local store."""
+    """List the layers and environments of the local store. What cannot be read is of kind "damaged"."""
     from dsec_store.home import Home
     from dsec_store.layers.store import LayerStore
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from dsec_cli.output import human_size, print_json, print_table
+from dsec_cli.output import human_size, print_json, print_line, print_table
 
 
 @click.command("show")
@@ -23,7 +23,7 @@ def command(reference: str, as_json: bool) -> None:
         print_json(shown)
         return
     for key in ("reference", "kind", "id", "manifest"):
-        click.echo(f"{key:<10} {shown[key]}")
+        print_line(f"{key:<10} {shown[key]}")
     if shown["kind"] == "environment":
         _print_layers(shown["layers"])
     else:
@@ -32,24 +32,24 @@ def command(reference: str, as_json: bool) -> None:
 
 def _print_layer(shown: dict[str, Any]) -> None:
     sizes, counts = shown["sizes"], shown["counts"]
-    click.echo(
+    print_line(
         f"{'metadata':<10} {human_size(sizes['metadata'])}, stored {human_size(sizes['stored_metadata'])}; "
         f"{counts['inodes']} inodes: {counts['files']} files, {counts['directories']} directories, "
         f"{counts['symlinks']} symlinks, {counts['others']} others"
     )
-    click.echo(
+    print_line(
         f"{'data':<10} {human_size(sizes['data'])}, stored {human_size(sizes['stored_data'])} "
         f"({shown['zstd'] or 'raw'}); {counts['chunks']} chunks"
     )
     if shown["raw"]:
-        click.echo(f"{'raw':<10} {shown['raw']}")
+        print_line(f"{'raw':<10} {shown['raw']}")
     for key, value in shown["config"]["run"].items():
         if value:
-            click.echo(f"{key:<10} {value}")
+            print_line(f"{key:<10} {value}")
 
 
 def _print_layers(layers: list[dict[str, Any]]) -> None:
-    click.echo("")
+    click.echo()
     print_table(
         ("LAYER", "KIND", "MANIFEST", "DATA", "STORED", "SOURCE"),
         [

@@ -36,9 +36,31 @@ class LazyGroup(click.Group):
 
 
 def fail(message: str, code: int = 1) -> None:
-    """Print one line to stderr and leave. Line breaks in the message become spaces: an error is one line."""
-    click.echo("dsec: " + " ".join(message.split()), err=True)
+    """Print one line to stderr and leave. Line breaks in the message become spaces: an error is one line, and what a
+    registry or a source wrote into it does not reach a terminal as an order."""
+    from erofs_tools.errors import escape
+
+    click.echo("dsec: " + escape(" ".join(message.split())), err=True)
     sys.exit(code)
+
+
+def open_streams() -> None:
+    """Put /dev/null in the place of standard streams that the caller closed.
+
+    Without it, the next file opened gets the number, and a line of a child process ends up in a blob.
+    """
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number
+            os.set_inheritable(fd, True)
+    if sys.stdin is None:
+        sys.stdin = open(0)  # noqa: SIM115
+    if sys.stdout is None:
+        sys.stdout = open(1, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w")  # noqa: SIM115
 
 
 def _os_error(error: OSError) -> str:
@@ -55,6 +77,7 @@ def run_command(command: click.Command) -> None:
     """
     from dsec_store.errors import DsecError
 
+    open_streams()
     try:
         sys.exit(command.main(standalone_mode=False))
     except click.exceptions.Exit as stop:
@@ -80,12 +103,29 @@ def run_command(command: click.Command) -> None:
 
 
 def print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "ascii", "strict")
+    except UnicodeError:  # bytes of a name that are no text, or an output that is not UTF-8
+        text = json.dumps(value, indent=2)
+    click.echo(text)
+
+
+def print_line(text: str) -> None:
+    """One line: control characters in it are shown escaped, as everywhere in what is printed for a person."""
+    from erofs_tools.errors import escape
+
+    click.echo(escape(text))
 
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Columns padded to their widest cell, numbers to the right; plain text, so that it can be cut and grepped."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    """Columns padded to their widest cell, numbers to the right; plain text, so that it can be cut and grepped.
+
+    A cell is one line without control characters, whatever was in it.
+    """
+    from erofs_tools.errors import escape
+
+    cells = [[escape(str(cell)) for cell in row] for row in rows]
     widths = [max([len(h), *(len(row[i]) for row in cells)]) for i, h in enumerate(headers)]
     numeric = [
         bool(cells) and all(row[i][:1].isdigit() or row[i] in ("", "-") for row in cells) for i in range(len(headers))

@@ -12,8 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from dsec_store.backends.local import LocalBackend
 from dsec_store.home import Home
+from dsec_store.layers.build import build_layer
+from dsec_store.layers.store import LayerStore
+from dsec_store.refs import parse_reference
 from tests.conftest import DSEC, Dsec
+from tests.servers import registry_thread
 
 
 @pytest.fixture
@@ -137,6 +142,15 @@ def test_overlay_marks_are_refused_or_dropped(dsec: Dsec, source: Path) -> None:
         (["layer", "build", "/etc", "--ref", "a:1", "--kind", "diff", "--env", "A=1"], ["base"], 2),
         (["layer", "build", "/etc", "--ref", "a:1", "--kind", "base", "--env", "A"], ["KEY=VALUE"], 2),
         (["layer", "build", "/etc", "--ref", "a:1", "--kind", "base", "--cmd", "'open"], ["--cmd"], 2),
+        (["layer", "build", "", "--ref", "a:1", "--kind", "base"], ["SOURCE", "empty"], 2),
+        (["layer", "build", "/etc", "--ref", "a:1", "--kind", "base", "--workdir", "rel"], ["absolute"], 2),
+        (["layer", "build", "/etc", "--ref", "a:1", "--kind", "base", "--workdir", "/a\x1b[1m"], ["control"], 2),
+        (["layer", "build", "/etc", "--ref", "a:1", "--kind", "base", "--user", "a\nb"], ["--user", "control"], 2),
+        (["layer", "build", "/dev/zero", "--ref", "a:1", "--kind", "base"], ["/dev/zero", "character device"], 1),
+        (["layer", "build", "/", "--ref", "a:1", "--kind", "base"], ["holds the home", "DSEC_HOME"], 1),
+        (["layer", "pull", "a..b/a:1", "--ref", "p:1"], ["a..b"], 1),
+        (["layer", "push", "a:1", "x" * 64 + ".b/a:1"], ["host"], 1),
+        (["registry", "serve", "--listen", "a" * 300 + ":1"], ["cannot listen"], 1),
         (["layer", "show", "nothing:1"], ["nothing:1"], 1),
         (["layer", "show", "a@sha256:" + "0" * 64], ["sha256:000"], 1),
         (["layer", "show", "localhost:5000/a:1"], ["local store"], 1),
@@ -175,6 +189,74 @@ def test_one_damaged_reference_does_not_hide_the_others(dsec: Dsec, home: Home, 
         ("b:1", "base"),
     ]
     assert built["manifest"] in refused(dsec, "layer", "show", "a:1")
+
+
+def test_a_damaged_reference_is_listed_and_removed(dsec: Dsec, home: Home, source: Path) -> None:
+    built = dsec.json("layer", "build", source, "--ref", "a:1", "--kind", "base")
+    dsec("layer", "build", source, "--ref", "z:1", "--kind", "base")
+    (home.store / "refs" / "a" / "_tags" / "1").write_bytes(b"\xffjunk")
+    illegal = home.store / "refs" / os.fsdecode(b"Not a name\n\x1b[31m\xff") / "_tags"
+    illegal.mkdir(parents=True)
+    (illegal / "t").write_text(built["manifest"] + "\n")
+    hostlike = home.store / "refs" / "a.b" / "c" / "_tags"
+    hostlike.mkdir(parents=True)
+    (hostlike / "t").write_text(built["manifest"] + "\n")
+    listed = {item["reference"]: item["kind"] for item in dsec.json("layer", "ls")}
+    assert sorted(listed.values()) == ["base", "base", "damaged", "damaged"]
+    assert (listed["a:1"], listed["z:1"]) == ("damaged", "base")
+    lines = dsec("layer", "ls").stdout.splitlines()
+    assert len(lines) == 5 and "\x1b" not in "".join(lines)
+    assert "a:1" in refused(dsec, "layer", "show", "a:1")
+    dsec("layer", "rm", "a:1", lines[1].split("  ")[0], "a.b/c:t")
+    assert [item["reference"] for item in dsec.json("layer", "ls")] == ["z:1"]
+    assert "nothing" in refused(dsec, "layer", "rm", "nothing here:1")
+
+
+def test_a_layer_that_was_damaged_is_built_again(dsec: Dsec, home: Home, source: Path) -> None:
+    command = ("layer", "build", source, "--ref", "a:1", "--kind", "base")
+    built = dsec.json(*command)
+    shown = dsec.json("layer", "show", "a:1")
+    for path in (home.store / "blobs").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"!" * path.stat().st_size)
+    assert built["manifest"] in refused(dsec, "layer", "show", "a:1")
+    assert dsec.json(*command) == built
+    assert dsec.json("layer", "show", "a:1") == shown
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_failure_and_nothing_is_written_into_blobs(
+    dsec: Dsec, home: Home, source: Path, closed: str
+) -> None:
+    script = f'exec "$0" layer build "$1" --ref a:1 --kind base {closed}'
+    done = subprocess.run(["sh", "-c", script, DSEC, source], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("a:1" in done.stdout) == (">&-" not in closed.replace("2>&-", ""))
+    with registry_thread(LocalBackend(home.store)) as host:
+        for arguments in (["push", "a:1", f"{host}/b:1"], ["pull", f"{host}/b:1"], ["ls"], ["show", "b:1", "--json"]):
+            script = f'exec "$0" layer "$@" {closed}'
+            done = subprocess.run(["sh", "-c", script, DSEC, *arguments], capture_output=True, text=True, check=False)
+            assert (done.returncode, done.stderr) == (0, ""), arguments
+    assert all(LocalBackend(home.store).sound(digest) for digest in LocalBackend(home.store).blobs())
+    assert len({item["id"] for item in dsec.json("layer", "ls")}) == 1
+
+
+def test_an_error_with_a_closed_stderr_still_has_its_exit_code(dsec: Dsec, source: Path) -> None:
+    script = 'exec "$0" layer show nothing:1 2>&-'
+    done = subprocess.run(["sh", "-c", script, DSEC], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
+def test_what_others_wrote_is_escaped_in_text_and_whole_in_json(home: Home, dsec: Dsec, source: Path) -> None:
+    """The command refuses such values; a foreign layer can have them."""
+    run = {"User": "root\nid   forged", "Cmd": ["\x1b[2J"], "Labels": {"\x1b]0;t\x07": "\u2028"}}
+    build_layer(LayerStore(home), source, parse_reference("a:1"), "base", run=run)
+    text = dsec("layer", "show", "a:1").stdout
+    assert "\x1b" not in text and "\u2028" not in text
+    assert [line for line in text.splitlines() if line.startswith("id ")] == [f"id         {text.split()[5]}"]
+    assert r"root\nid   forged" in text
+    shown = dsec.json("layer", "show", "a:1")["config"]["run"]
+    assert {key: shown[key] for key in run} == run
 
 
 def test_a_home_that_cannot_hold_a_store_is_one_line(dsec: Dsec, tmp_path: Path) -> None:
