@@ -19,6 +19,7 @@ _NAME = re.compile(rf"{_COMPONENT}(?:/{_COMPONENT})*")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _HOST = re.compile(rf"(?:({_LABEL}(?:\.{_LABEL})*)|\[([0-9A-Fa-f:.]+)\])(?::([0-9]{{1,5}}))?")
+_FOUR_NUMBERS = re.compile(r"[0-9]+(?:\.[0-9]+){3}")
 _HOST_MAX = 253
 """Characters of a name in the DNS (RFC 1035 §2.3.4); one of its labels has 1 to 63."""
 
@@ -74,11 +75,11 @@ def _wrong_host(text: str) -> str:
     name, address, port = found.groups()
     if name is not None and len(name) > _HOST_MAX:
         return f"{show(name)} is not a host: {len(name)} characters, at most {_HOST_MAX}"
-    if address is not None:
+    if address is not None or _FOUR_NUMBERS.fullmatch(name):
         try:
-            ipaddress.IPv6Address(address)
+            (ipaddress.IPv4Address if address is None else ipaddress.IPv6Address)(address or name)
         except ValueError:
-            return f"{show(address)} is not an IPv6 address"
+            return f"{show(address or name)} is not an address"
     if port is not None and not 0 < int(port) < 65536:
         return f"{port} is not a port"
     return ""

@@ -129,7 +129,7 @@ def check_entry(entry: Entry) -> None:
             )
     elif kind == stat.S_IFREG:
         if not 0 <= entry.size < 1 << 63:
-            raise SourceError(f"a size of {entry.size} bytes", entry.path)
+            raise SourceError(f"a size of {entry.size} bytes; expected at most {(1 << 63) - 1}", entry.path)
         if entry.size and entry.content is None:
             raise SourceError(f"a file of {entry.size} bytes without contents", entry.path)
     if not entry.path and kind != stat.S_IFDIR:

@@ -45,13 +45,14 @@ class RegistryClient:
             plain_http = loopback
         self.host = host
         self._timeout = httpx.Timeout(SILENCE_TIMEOUT, connect=CONNECT_TIMEOUT)
-        self._http = httpx.Client(
-            base_url=f"{'http' if plain_http else 'https'}://{host}/v2/",
-            timeout=self._timeout,
-            follow_redirects=True,  # registries send readers of blobs to their object store
-            trust_env=not loopback,  # a proxy would look for the registry on its own loopback
-            headers={"User-Agent": "dsec", "Accept-Encoding": "identity"},
-        )
+        with self._translated("its address", 0, None):
+            self._http = httpx.Client(
+                base_url=f"{'http' if plain_http else 'https'}://{host}/v2/",
+                timeout=self._timeout,
+                follow_redirects=True,  # registries send readers of blobs to their object store
+                trust_env=not loopback,  # a proxy would look for the registry on its own loopback
+                headers={"User-Agent": "dsec", "Accept-Encoding": "identity"},
+            )
 
     def __enter__(self) -> RegistryClient:
         return self
@@ -188,7 +189,8 @@ class RegistryClient:
             location = response.headers.get("location")
         if not location:
             raise RegistryError(f"registry {self.host} gave no Location for an upload of {what}", status=202)
-        url = self._http.base_url.join(location).copy_merge_params({"digest": digest})
+        with self._translated(f"the Location {show(location)} for an upload", 0, None):
+            url = self._http.base_url.join(location).copy_merge_params({"digest": digest})
         with self._request("PUT", str(url), what, content=content(), size=size) as response:
             self._expect(response, (201, 204), f"an upload of {what}")
         return True
@@ -241,7 +243,7 @@ class RegistryClient:
         """Turn httpx's errors into one line each."""
         try:
             yield
-        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, UnicodeError) as error:  # of names in IDNA
             done = response.num_bytes_downloaded if isinstance(response, httpx.Response) else None
             raise _explain(error, self.host, what, done, size) from error
 

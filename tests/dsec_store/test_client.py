@@ -307,3 +307,31 @@ class serving:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
+
+
+@pytest.mark.parametrize("host", ["xn--a.b", "xn--zzzzzzzzzz99999999.b:1", "999.1.1.1"])
+def test_a_host_that_no_name_can_be_is_one_line(host: str) -> None:
+    with pytest.raises(RegistryError, match=host) as caught, RegistryClient(host) as client:
+        client.get_manifest("a", "1")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "location", ["http://[", "http://xn--a.b/x", "http://999.1.1.1/", "http://h:99999/", "//[::1/"]
+)
+def test_a_location_that_leads_nowhere_is_one_line(location: str) -> None:
+    answer = f"HTTP/1.1 202 Accepted\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n".encode()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def once() -> None:
+            connection = listener.accept()[0]
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=once)
+        thread.start()
+        with RegistryClient(f"127.0.0.1:{listener.getsockname()[1]}") as client, pytest.raises(RegistryError) as caught:
+            client.put_blob("a", "sha256:" + "0" * 64, 1, lambda: [b"x"], ask=False)
+        thread.join(10)
+    assert "\n" not in str(caught.value)
