@@ -61,7 +61,7 @@ def unpack(home: Home, config: LayerConfig, stored: bytes, what: str) -> Path:
         fd = unnamed_file(str(home.meta))
         try:
             write_all(fd, image)
-            verified = verify(f"/proc/self/fd/{fd}", data_size=config.data_size, digest=None)
+            verified = verify(image, data_size=config.data_size, name=what)
             _check_count(verified.inodes, config, what)
             try:
                 link_fd(fd, str(path))
@@ -70,7 +70,7 @@ def unpack(home: Home, config: LayerConfig, stored: bytes, what: str) -> Path:
         finally:
             os.close(fd)
     except ErofsError as error:
-        raise IntegrityError(f"{what}: the metadata image may not be mounted: {error}") from error
+        raise IntegrityError(f"the metadata image may not be mounted: {error}") from error
     except OSError as error:
         raise StoreFull(f"{what}: cannot write its metadata image below {home.meta}: {error.strerror}") from error
     return path

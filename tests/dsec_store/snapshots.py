@@ -17,11 +17,11 @@ Snapshot = dict[bytes, dict[str, Any]]
 
 
 def snapshot(root: str | Path, upper: Path | None = None) -> Snapshot:
-    """Everything below ``root`` (and itself, as ``b""``) that a layer keeps: type, mode, ids, rdev, size, content, mtime
-    in ns, xattrs but overlayfs's, and with which other paths a path shares its inode.
+    """Everything below ``root`` (and itself, as ``b""``) that a layer keeps: type, mode, ids, rdev, size, content,
+    mtime in ns, xattrs but overlayfs's, and with which other paths a path shares its inode.
 
-    upper: that of an overlay mounted at ``root``. What is in it shares inodes as it does there: the overlay shows a name
-    that was copied up with the number of the file below, and a new hard link to it with its own.
+    upper: that of an overlay mounted at ``root``. What is in it shares inodes as it does there: the overlay shows a
+    name that was copied up with the number of the file below, and a new hard link to it with its own.
     """
     found: Snapshot = {}
     inodes: dict[tuple[int, int, bool], list[bytes]] = {}
