@@ -101,7 +101,7 @@ def mount_layer(store: LayerStore, layer: Layer) -> int:
 
 @contextmanager
 def mounted(store: LayerStore, what: Layer | Environment, writable: Path | None = None) -> Iterator[str]:
-    """The path of a mounted layer or environment; with ``writable``, an overlay with ``upper`` and ``work`` below it."""
+    """The path of a mounted layer or environment; ``writable``: an overlay with ``upper`` and ``work`` below it."""
     layers: Sequence[Layer | None] = [what] if isinstance(what, Layer) else what.layers
     with ExitStack() as stack:
         lowers = []
