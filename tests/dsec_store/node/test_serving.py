@@ -269,6 +269,7 @@ def test_what_lies_behind_a_miss_is_fetched_with_it_and_not_when_nobody_reads_on
 
 def _of_layer(node: Node, layer: str) -> dict[str, Any]:
     [found] = [each for each in node.stats()["layers"] if each["layer"] == layer]
+    assert isinstance(found, dict)
     return found
 
 
