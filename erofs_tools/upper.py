@@ -29,7 +29,7 @@ class _UpperRules(Rules):
 
     def xattrs(self, found: dict[bytes, bytes], path: bytes, mode: int) -> dict[bytes, bytes]:
         opaque = False
-        others = {}
+        others, content = {}, {}
         for name, value in found.items():
             if name in _LOCAL:
                 continue
@@ -40,9 +40,11 @@ class _UpperRules(Rules):
                 opaque = True
             elif is_overlay_xattr(name) and name.startswith(OVERLAY_PREFIX):
                 raise SourceError(f"{show_path(name)} = {value[:40]!r} is not understood", path)
+            elif is_overlay_xattr(name):
+                content[name] = value  # user.overlay.*: the sandbox wrote it, and our overlays do not obey it
             else:
                 others[name] = value
-        kept = layer_xattrs(others, path, strip_overlay=False)
+        kept = {**layer_xattrs(others, path, strip_overlay=False), **content}
         return {**kept, OPAQUE_XATTR: OPAQUE_VALUE} if opaque else kept
 
     def whiteout(self, tree: Tree, path: bytes) -> None:
@@ -52,8 +54,8 @@ class _UpperRules(Rules):
 def from_upper(path: str | os.PathLike[str]) -> Tree:
     """The tree of an upper directory that no overlay writes to meanwhile (frozen, or unmounted).
 
+    ``user.overlay.*`` is content: any user may set it, and an overlay without ``userxattr``, as ours are, shows it.
     Raises SourceError, with the path, for an upper that lacks content (``redirect``, ``metacopy``), for attributes of
-    overlayfs that are not known, for ``user.overlay.*`` (an overlay mounted with userxattr would obey it), and for all
-    that ``from_directory`` raises it for.
+    overlayfs that are not known, and for all that ``from_directory`` raises it for.
     """
     return scan(path, _UpperRules())

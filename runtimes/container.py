@@ -83,7 +83,8 @@ def launch(runtime: OciRuntime, state: str, container: str, *, terminal: bool) -
     ]
     if terminal:
         arguments += ["--console-socket", CONSOLE]
-    child = os.posix_spawn(runtime.path, [*arguments, container], os.environ, setsigdef=_SIGNALS, setsigmask=())
+    # not the caller's environment: LISTEN_FDS, NOTIFY_SOCKET and others would be passed on into the container
+    child = os.posix_spawn(runtime.path, [*arguments, container], {"PATH": _FOLDERS}, setsigdef=_SIGNALS, setsigmask=())
     _, status = os.waitpid(child, 0)
     if status:
         raise failure(_log())

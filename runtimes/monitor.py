@@ -223,7 +223,7 @@ def _tell_who(job: Job) -> None:
 def _only_descriptors(job: Job, control: socket.socket) -> None:
     """The container's stdio and the control socket as 0 to 3; everything else is closed (the lock of the sandbox
     among it: it is the supervisor's alone)."""
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in (*job.stdio, control.fileno())]
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (*job.stdio, control.fileno())]
     for number, fd in enumerate(high):
         os.dup2(fd, number, inheritable=number < _CONTROL)
     os.closerange(_CONTROL + 1, 2**31 - 1)

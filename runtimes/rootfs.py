@@ -28,12 +28,14 @@ _DIRECTORY = os.O_PATH | os.O_DIRECTORY
 
 class Plan:
     """``missing`` are paths to make before the start and to remove from the upper after the end (directories end in
-    ``/``), ``binds`` are (file of ours, absolute target)."""
+    ``/``), ``binds`` are (file of ours, absolute target), ``parents`` the attributes of the image's directories that
+    get copied into the upper because of that."""
 
-    __slots__ = ("binds", "missing")
+    __slots__ = ("binds", "missing", "parents")
 
     def __init__(self) -> None:
         self.missing: list[str] = []
+        self.parents: dict[str, list[int]] = {}
         self.binds: list[tuple[str, str]] = []
 
 
@@ -57,6 +59,8 @@ def plan(root: int, bundle: str, *, host_network: bool, hostname: str) -> Plan:
         if kind is None:
             if _kind(root, "etc") is None and "etc/" not in result.missing:
                 result.missing.append("etc/")
+            elif _kind(root, "etc") is not None:
+                result.parents["etc"] = _attributes(root, "etc")
             result.missing.append(f"etc/{name}")
         source = f"{bundle}/{name}"
         with open(source, "wb") as file:
@@ -64,6 +68,11 @@ def plan(root: int, bundle: str, *, host_network: bool, hostname: str) -> Plan:
             file.write(content)
         result.binds.append((source, f"/etc/{name}"))
     return result
+
+
+def _attributes(root: int, path: str) -> list[int]:
+    info = os.stat(path, dir_fd=root, follow_symlinks=False)
+    return [info.st_mode, info.st_uid, info.st_gid, info.st_mtime_ns]
 
 
 def make_missing(root: int, missing: list[str]) -> None:
@@ -83,9 +92,29 @@ def make_missing(root: int, missing: list[str]) -> None:
             os.close(folder)
 
 
-def remove_missing(upper: str, missing: list[str]) -> None:
-    """Take the mount points of a plan out of an upper that is not mounted any more. What is not there, or not as it
-    was made, stays."""
+def _remove_unchanged(root: int, path: str, before: list[int]) -> None:
+    """Remove an empty directory of an upper that is as the image has it, so that it says nothing."""
+    try:
+        folder = open_in_root(root, path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return
+    try:
+        names = [name for name in os.listxattr(folder) if not name.startswith("trusted.overlay.")]
+        if names or os.listxattr(folder).count("trusted.overlay.opaque") or _attributes(root, path) != before:
+            return
+        parent = os.stat(".", dir_fd=root)
+        os.rmdir(path, dir_fd=root)
+        os.utime(f"/proc/self/fd/{root}", ns=(parent.st_atime_ns, parent.st_mtime_ns))
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+            raise
+    finally:
+        os.close(folder)
+
+
+def remove_missing(upper: str, missing: list[str], parents: dict[str, list[int]]) -> None:
+    """Take the mount points of a plan out of an upper that is not mounted any more, and the ``parents`` that were
+    copied up for them alone. What is not there, or not as it was made, stays."""
     root = os.open(upper, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for path in reversed(missing):
@@ -107,6 +136,8 @@ def remove_missing(upper: str, missing: list[str]) -> None:
                     raise
             finally:
                 os.close(folder)
+        for path, attributes in parents.items():
+            _remove_unchanged(root, path, attributes)
     finally:
         os.close(root)
 

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dsec_linux.mounts import mountinfo, umount
 from dsec_linux.process import SIGKILL, SIGTERM, pidfd_send_signal, start_time, wait_ended
 from dsec_store.errors import DsecError
-from dsec_store.node.records import is_locked, is_mount
+from dsec_store.node.records import is_locked, is_mount, remove_record
 from runtimes.errors import NameInUse, RuntimesError, SandboxBusy, SandboxUnknown
 from runtimes.ids import is_sandbox_id, sandbox_id
 from runtimes.records import now, unknown, write_json
@@ -82,7 +82,7 @@ class Sandbox:
         if not self.keep:
             _remove_folder(self.home, self.id)
             return
-        remove_missing(self.folder("upper"), self.config.get("missing", []))
+        remove_missing(self.folder("upper"), self.config.get("missing", []), self.config.get("parents", {}))
         for name in ("bundle", "work", "rootfs"):
             remove_tree(self.folder(name))
         write_json(self.folder(ENDED), {"ended_at": now(), "outcome": outcome, "dead": dead})
@@ -112,7 +112,9 @@ def create(home: Home, config: dict[str, Any]) -> Sandbox:
     Raises NameInUse.
     """
     id = sandbox_id()
-    whole = {"version": VERSION, "id": id, "pid": os.getpid(), "created_at": now(), **config}
+    pid = os.getpid()
+    owner = {"pid": pid, "pid_started": start_time(pid)}
+    whole = {"version": VERSION, "id": id, **owner, "created_at": now(), **config}
     with _guard(home):
         name = config.get("name")
         if name is not None:
@@ -211,7 +213,8 @@ def remove(home: Home, name: str, *, force: bool = False) -> str:
         if not os.path.exists(home.sandbox(id)):
             return id  # its supervisor removed it
     if lock is None:
-        raise SandboxBusy(f"sandbox {name} runs, or another command works on it; dsec rm --force kills it")
+        hint = "it did not end" if force else "dsec rm --force kills it"
+        raise SandboxBusy(f"sandbox {name} runs, or another command works on it; {hint}")
     try:
         config = read_config(home, id)
         target = _mounted_at(config)
@@ -271,12 +274,15 @@ def _remove_folder(home: Home, id: str) -> None:
 
 
 def release_mount(home: Home, id: str) -> None:
-    """Tell the node, when one runs, that the sandbox's mount is not used any more. Raises NodeError."""
+    """Tell the node that the sandbox's mount is not used any more; where none runs, the record is all that is left of
+    it. Raises NodeError."""
     from dsec_store.node.client import NodeClient
 
     node = NodeClient(home)
-    if node.running():  # no node: no mount
+    if node.running():
         node.release(id)
+    else:
+        remove_record(home, id)
 
 
 def remove_group_and_state(home: Home, id: str, group: Cgroup | None = None) -> None:
@@ -318,14 +324,15 @@ def _kill_monitor(home: Home, id: str) -> None:
 
 def _end_supervisor(home: Home, id: str) -> None:
     """Let the supervisor end its sandbox: a first SIGTERM asks the command, a second kills it."""
-    pid = int(_read(home, id, CONFIG).get("pid", 0))
+    config = _read(home, id, CONFIG)
     try:
+        pid = int(config.get("pid", 0))
         pidfd = os.pidfd_open(pid)
     except (OSError, ValueError):
         return
     try:
-        if not _is_locked(home, id):
-            return  # it ended meanwhile: the number may be another process's
+        if not _is_locked(home, id) or start_time(pid) != config.get("pid_started"):
+            return  # it has ended: the number may be another process's, and the lock another command's
         pidfd_send_signal(pidfd, SIGTERM)
         if wait_ended(pidfd, 0.05):
             return

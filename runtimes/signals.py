@@ -40,6 +40,7 @@ class Signals:
             self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         except ValueError:
             return
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a caller's SIG_IGN outlives exec: nobody could be waited for
         for number in (*STOPPING, signal.SIGWINCH):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._handle)

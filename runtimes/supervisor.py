@@ -25,6 +25,7 @@ from dsec_linux.process import pidfd_send_signal
 from dsec_store.errors import DsecError, NodeError
 from dsec_store.node.client import NodeClient
 from dsec_store.node.protocol import LayerArg, MountRequest
+from dsec_store.node.records import remove_record
 from runtimes import records
 from runtimes.container import clean_message, find_runtime, never_executed
 from runtimes.errors import CannotStart, ContainerFailed, RuntimesError
@@ -73,6 +74,9 @@ _layout: CgroupLayout | None = None
 
 _JUDGE_SECONDS = 0.002
 """How soon to look again whether the process has become the command: there is no event for that."""
+
+_POLL_MAX = 86_400_000
+"""Milliseconds: poll(2) takes an int of them."""
 
 _LINGER_SECONDS = 1.0
 """How long the last output may take to be read after a timeout or a stop."""
@@ -230,7 +234,8 @@ class _Run:
         host_network = options.network == "host"
         layout = plan(root, sandbox.folder("bundle"), host_network=host_network, hostname=sandbox.id)
         if options.keep:
-            sandbox.config.update(layers=mounted.layers, environment=mounted.environment, missing=layout.missing)
+            sandbox.config.update(layers=mounted.layers, environment=mounted.environment)
+            sandbox.config.update(missing=layout.missing, parents=layout.parents)
             sandbox.write_config()  # before the first change: whoever cleans up must know of it
         make_missing(root, layout.missing)
         cwd = make_workdir(root, options.workdir or run.get("WorkingDir") or "/")
@@ -338,7 +343,7 @@ class _Run:
         times = [when for when in (self._deadline, self._kill_at) if when is not None]
         if self._command_pid and any(pump.held for pump in self._outputs):
             times.append(time.monotonic() + _JUDGE_SECONDS)
-        return max(0.0, min(times) - time.monotonic()) * 1000 if times else None
+        return min(max(0.0, min(times) - time.monotonic()) * 1000, _POLL_MAX) if times else None
 
     def _on_time(self) -> None:
         if self.outcome is not None:
@@ -512,13 +517,28 @@ class _Run:
             self._close_descriptors()
             remove_group_and_state(self.home, self._sandbox.id, self._group)
             if self._node is not None:
-                self._node.release(self._sandbox.id)
+                self._release(self._node, self._sandbox.id)
+            if not self._command_pid:
+                self._sandbox.config["keep"] = False  # nothing ran in it
             if self._sandbox.keep:
-                write_json(f"{self._sandbox.folder('records')}/{self.record.id}.json", self.record.to_dict())
+                self._write_record(self._sandbox)
             self._sandbox.finish(self.outcome)
         except (RuntimesError, DsecError, OSError) as error:
             if self._message is None:
                 self._message = f"the sandbox could not be cleaned up: {error}"
+
+    def _release(self, node: Node, id: str) -> None:
+        try:
+            node.release(id)
+        except NodeError:
+            remove_record(self.home, id)  # a node that died holds nothing any more
+
+    def _write_record(self, sandbox: Sandbox) -> None:
+        """A full disk takes the record, not the sandbox."""
+        try:
+            write_json(f"{sandbox.folder('records')}/{self.record.id}.json", self.record.to_dict())
+        except OSError as error:
+            self._message = self._message or f"the command's record could not be kept: {error.strerror}"
 
     def _end_processes(self) -> None:
         if self._monitor is None:

@@ -268,7 +268,6 @@ def test_an_index_and_a_uuid_mean_nothing_elsewhere(tmp_path: Path) -> None:
         ("trusted.overlay.opaque", b"x"),
         ("trusted.overlay.whiteout", b""),
         ("trusted.overlay.protattr", b"i"),
-        ("user.overlay.opaque", b"y"),
     ],
 )
 def test_what_an_overlay_of_ours_never_writes_is_refused(tmp_path: Path, name: str, data: bytes) -> None:
@@ -277,6 +276,17 @@ def test_what_an_overlay_of_ours_never_writes_is_refused(tmp_path: Path, name: s
     with pytest.raises(SourceError, match=name) as caught:
         from_upper(tmp_path)
     assert caught.value.path == b"d"
+
+
+def test_what_any_user_may_set_inside_is_content(stack: Stack, tmp_path: Path) -> None:
+    with stack.overlay(tmp_path / "upper") as top:
+        os.setxattr(top / "d", "user.overlay.opaque", b"y")
+    tree = from_upper(tmp_path / "upper")
+    assert values(tree)[b"d"]["xattrs"] == {b"user.overlay.opaque": b"y"}
+    stack.push(tree)
+    with stack.overlay() as top:
+        assert os.getxattr(top / "d", "user.overlay.opaque") == b"y"
+        assert (top / "d" / "kept").exists()
 
 
 def test_opaque_means_nothing_on_a_file(tmp_path: Path) -> None:

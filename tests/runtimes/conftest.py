@@ -50,6 +50,7 @@ class Box:
         self.home = home
         self.dsec = Dsec(home.path)
         self._folder = folder
+        self._others = set(names("dsec"))  # what another program left before is not ours
 
     def run(
         self, *arguments: str, base: str = BASE, input: bytes = b"", env: dict[str, str] | None = None
@@ -76,7 +77,7 @@ class Box:
         """What no sandbox may leave once its command has ended: folders, groups, state of the OCI runtime, mounts."""
         left = [str(path) for path in self.home.sandboxes.iterdir() if path.name != ".lock"]
         # Groups with processes are of sandboxes that run in other homes.
-        left += [name for name in names("dsec") if not Cgroup(name).processes()]
+        left += [name for name in names("dsec") if name not in self._others and not Cgroup(name).processes()]
         state = Path(runtime_state(self.home))
         left += [str(path) for path in state.iterdir() if not path.name.startswith(".")] if state.is_dir() else []
         left += [str(path) for path in self.home.mounts.iterdir()]

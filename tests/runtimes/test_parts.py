@@ -143,7 +143,8 @@ def test_a_tree_of_any_depth_is_removed_and_nothing_behind_a_symlink(tmp_path: P
     remove_tree(str(tree))
 
 
-def test_mount_points_that_were_made_are_taken_out_again_with_no_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changed", [False, True])
+def test_mount_points_that_were_made_are_taken_out_again_with_no_trace(tmp_path: Path, changed: bool) -> None:
     root, bundle = tmp_path / "root", tmp_path / "bundle"
     (root / "etc").mkdir(parents=True)
     bundle.mkdir()
@@ -162,9 +163,13 @@ def test_mount_points_that_were_made_are_taken_out_again_with_no_trace(tmp_path:
     assert (root / "proc").stat().st_mode & 0o777 == 0o755
     assert "localhost" in (bundle / "hosts").read_text()
     (root / "sys" / "mine").touch()  # somebody else's: stays
-    remove_missing(str(root), made.missing)
-    assert sorted(path.name for path in root.rglob("*")) == ["etc", "mine", "sys"]
-    assert root.stat().st_mtime_ns == (root / "etc").stat().st_mtime_ns == 10**18 + 7
+    if changed:
+        (root / "etc").chmod(0o700)
+    remove_missing(str(root), made.missing, made.parents)
+    # an etc that is as the image has it was copied up for our file alone
+    assert sorted(path.name for path in root.rglob("*")) == ([*(["etc"] if changed else []), "mine", "sys"])
+    assert root.stat().st_mtime_ns == 10**18 + 7
+    assert not changed or (root / "etc").stat().st_mtime_ns == 10**18 + 7
 
 
 def test_an_etc_that_leads_out_of_the_root_is_left_alone(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +20,7 @@ from runtimes.errors import SandboxBusy, SandboxUnknown
 from runtimes.ids import sandbox_id
 from runtimes.sandboxes import open_finished, reap_stale
 from runtimes.supervisor import run  # noqa: F401  (imported here, so that the time of reap_stale alone is measured)
+from tests.conftest import DSEC
 from tests.runtimes.conftest import BASE, Box, gone
 
 
@@ -206,3 +210,56 @@ def test_a_node_that_was_stopped_is_started_again(box: Box) -> None:
     box.dsec("node", "stop")
     done, _ = box.run("--", "echo", "hi")
     assert (done.returncode, done.stdout) == (0, "hi\n"), done.stderr
+
+
+def test_the_callers_environment_and_descriptors_stay_outside(box: Box) -> None:
+    env = {"LISTEN_FDS": "1", "LISTEN_PID": "1", "NOTIFY_SOCKET": "/run/none.sock", "LD_PRELOAD": ""}
+    done, _ = box.run("--", "sh", "-c", "env; ls /proc/self/fd | wc -l", env=env)
+    assert done.returncode == 0, done.stderr
+    assert not any(name in done.stdout for name in env)
+    assert int(done.stdout.split()[-1]) <= 4  # three, and the folder that ls reads
+
+
+def test_a_caller_that_ignores_its_children_can_run_commands(box: Box) -> None:
+    script = "import os, signal, sys; signal.signal(17, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", script, str(DSEC), "run", BASE, "--", "sh", "-c", "exit 3"]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 3, done.stderr
+
+
+def test_a_run_that_never_started_keeps_nothing_and_no_name(box: Box) -> None:
+    for arguments in (["--", "/absent"], ["--user", "nobody-there", "--", "true"]):
+        done, _ = box.run("--keep", "--name", "never", *arguments)
+        assert done.returncode in (125, 127)
+        assert box.ps() == []
+
+
+def test_a_kept_run_keeps_its_outcome_when_the_node_dies_meanwhile(box: Box) -> None:
+    command = ("sh", "-c", "echo up; read line; exit 3")
+    with box.start("--keep", "--name", "left", "--", *command, stdin=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == b"up\n"
+        pid = box.dsec.json("node", "status")["pid"]
+        os.kill(pid, signal.SIGKILL)
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        assert process.wait(30) == 3
+    [sandbox] = [each for each in box.ps() if each["name"] == "left"]
+    assert (sandbox["state"], sandbox["outcome"]) == ("finished", {"kind": "exited", "code": 3})
+    assert len(list((box.home.sandbox(sandbox["id"]) / "records").iterdir())) == 1
+
+
+def test_removing_by_force_signals_nobody_but_the_supervisor(box: Box) -> None:
+    """The number of a supervisor that ended may be another process's by now, and the lock another command's."""
+    box.run("--keep", "--name", "reused", "--", "true")
+    [sandbox] = box.ps()
+    path = box.home.sandbox(sandbox["id"])
+    with subprocess.Popen(["sleep", "60"]) as bystander:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "pid": bystander.pid}))
+        with open(path / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            failed = box.dsec("rm", "--force", "reused", check=False)
+        assert failed.returncode == 1 and "another command works on it" in failed.stderr
+        assert bystander.poll() is None
+        bystander.kill()
