@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # of signal, the part that is there already
 import gc
 import sys
+
+if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+    # During the imports Ctrl-C just ends us: there is nothing to tidy yet, and whoever pressed it wants no traceback.
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 gc.disable()  # for the imports: collecting while they make objects takes 4 to 11 ms of a start
 

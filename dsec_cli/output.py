@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -79,6 +80,8 @@ def run_command(command: click.Command) -> None:
 
     open_streams()
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # __main__ set it for the time of the imports
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(command.main(standalone_mode=False))
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)

@@ -6,6 +6,7 @@ Everything that is not the command's own end is 125 and one line on stderr, so t
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ import click
 from dsec_store.errors import DsecError
 from dsec_store.home import Home
 from runtimes.errors import RuntimesError
-from runtimes.settings import DEFAULT_PIDS, RunOptions, check_name, parse_size
+from runtimes.settings import DEFAULT_PIDS, RunOptions, check_name, check_timeout, parse_size
 
 FAILED = 125
 
 
 def _say(message: str) -> None:
-    click.echo("dsec: " + " ".join(message.split()), err=True)
+    from erofs_tools.errors import escape
+
+    click.echo("dsec: " + escape(" ".join(message.split())), err=True)
 
 
 class _RunCommand(click.Command):
@@ -55,6 +58,13 @@ def _size(ctx: click.Context, parameter: click.Parameter, value: str | None) -> 
         raise click.BadParameter(str(error)) from None
 
 
+def _timeout(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    try:
+        return None if value is None else check_timeout(value)
+    except RuntimesError as error:
+        raise click.BadParameter(str(error)) from None
+
+
 def _name(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     try:
         return None if value is None else check_name(value)
@@ -62,8 +72,20 @@ def _name(ctx: click.Context, parameter: click.Parameter, value: str | None) -> 
         raise click.BadParameter(str(error)) from None
 
 
+def _is_pipe(info: os.stat_result) -> bool:
+    """Whether it is a pipe without a name, as /dev/stdout may be: opening that does not wait for a reader."""
+    if not stat.S_ISFIFO(info.st_mode):
+        return False
+    read_end, write_end = os.pipe()
+    try:
+        return os.fstat(read_end).st_dev == info.st_dev
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
 def _result(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Found out before the command runs, not after."""
+    """Found out before the command runs, not after: a fifo without a reader would even keep us waiting then."""
     if value is None:
         return None
     path = Path(value).absolute()
@@ -71,6 +93,14 @@ def _result(ctx: click.Context, parameter: click.Parameter, value: str | None) -
         raise click.BadParameter(f"{value} is a directory")
     if not path.parent.is_dir():
         raise click.BadParameter(f"{path.parent} is no directory")
+    try:
+        info = path.stat()
+    except FileNotFoundError:
+        return str(path)
+    except OSError as error:
+        raise click.BadParameter(f"{value}: {error.strerror}") from None
+    if not (stat.S_ISREG(info.st_mode) or stat.S_ISCHR(info.st_mode) or _is_pipe(info)):
+        raise click.BadParameter(f"{value} is neither a regular file nor a pipe or terminal like /dev/stdout")
     return str(path)
 
 
@@ -94,7 +124,8 @@ def _result(ctx: click.Context, parameter: click.Parameter, value: str | None) -
 @click.option(
     "--timeout",
     metavar="SECONDS",
-    type=click.FloatRange(min=0, min_open=True),
+    type=float,
+    callback=_timeout,
     help="Kill everything after that time and exit with 124.",
 )
 @click.option("--name", callback=_name, help="A name of your own for dsec ps, rm and pack-diff.")

@@ -8,6 +8,7 @@ OCI runtime does not reach and where the count of out-of-memory kills is read.
 from __future__ import annotations
 
 from runtimes.capabilities import MASKED_PATHS, READONLY_PATHS, device_rules, process_capabilities
+from runtimes.errors import SettingsError
 from runtimes.seccomp import policy
 
 TYPE_CHECKING = False
@@ -31,9 +32,27 @@ _MOUNTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 MOUNT_POINTS = ("proc", "dev", "sys")
 
 
+def check_text(text: str, what: str) -> str:
+    """The text, unless it has bytes that are not UTF-8: JSON cannot carry them, and a runtime would hand the command
+    others. Raises SettingsError that begins with ``what``."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        from erofs_tools.errors import show_path
+
+        shown = show_path(text.encode("utf-8", "surrogateescape" if _is_bytes(text) else "surrogatepass"))
+        raise SettingsError(f"{what} '{shown}' is not UTF-8; a container's configuration cannot hold it") from None
+    return text
+
+
+def _is_bytes(text: str) -> bool:
+    """Whether every surrogate stands for a byte (os.fsdecode), as in what the system gave us."""
+    return all("\udc80" <= c <= "\udcff" for c in text if "\ud800" <= c <= "\udfff")
+
+
 class Process:
     """What runs: ``argv``, ``env`` (``K=V``), an absolute ``cwd``, numeric ids, and whether it has a terminal of
-    ``rows`` and ``columns``."""
+    ``rows`` and ``columns``. Raises SettingsError for a ``cwd`` that is not UTF-8."""
 
     __slots__ = ("argv", "columns", "cwd", "env", "gid", "groups", "rows", "terminal", "uid")
 
@@ -51,7 +70,7 @@ class Process:
     ) -> None:
         self.argv = list(argv)
         self.env = list(env)
-        self.cwd = cwd
+        self.cwd = check_text(cwd, "the working directory")
         self.uid = uid
         self.gid = gid
         self.groups = list(groups)

@@ -158,7 +158,7 @@ class CommandRecord:
 def write_json(path: str, value: Mapping[str, Any]) -> None:
     """Replace a file by the JSON of ``value``: a reader finds the old one or the new one, whole.
 
-    A path that is no regular file (/dev/stdout, a fifo) is written to instead. Not synced: a power cut may lose it.
+    A path that is no regular file (/dev/stdout, a pipe) is written to instead. Not synced: a power cut may lose it.
     """
     data = json.dumps(value, ensure_ascii=True).encode() + b"\n"
     try:

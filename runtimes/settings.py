@@ -6,7 +6,7 @@ import os
 import re
 
 from runtimes.errors import SettingsError
-from runtimes.oci import DEFAULT_PATH
+from runtimes.oci import DEFAULT_PATH, check_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 DEFAULT_PIDS = 4096
 LEAST_MEMORY = 6 << 20
 """Bytes, docker's bound: below it the container's set-up itself runs out of memory."""
+
+MAX_TIMEOUT = 30 * 24 * 3600
+"""Seconds: poll(2), which waits for it, counts milliseconds in an int."""
 
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([bkmgt]?)i?b?", re.IGNORECASE)
@@ -88,10 +91,20 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise SettingsError(f"not a size: {text!r}; expected a number and b, k, m, g or t")
-    size = int(float(match[1]) * _UNITS[match[2].lower()])
+    amount = float(match[1]) * _UNITS[match[2].lower()]
+    if amount >= 1 << 63:
+        raise SettingsError(f"{text[:40]} of memory is more than a limit can be; less than 8388608t")
+    size = int(amount)
     if size < LEAST_MEMORY:
         raise SettingsError(f"{text} of memory is too little to start a container; at least 6m")
     return size
+
+
+def check_timeout(seconds: float) -> float:
+    """More than nothing and at most ``MAX_TIMEOUT``; raises SettingsError (also for nan, which is neither)."""
+    if not 0 < seconds <= MAX_TIMEOUT:
+        raise SettingsError(f"{seconds:g} is not a time limit; expected seconds, more than 0, up to {MAX_TIMEOUT}")
+    return seconds
 
 
 def check_name(name: str) -> str:
@@ -110,6 +123,8 @@ def command_line(run: Mapping[str, Any], argv: Sequence[str]) -> list[str]:
         raise SettingsError("no command: none was given after --, and the base layer names none")
     if any("\0" in word for word in words):
         raise SettingsError("the command has a NUL byte in it")
+    for word in words:
+        check_text(word, "an argument")
     return words
 
 
@@ -131,5 +146,6 @@ def environment(run: Mapping[str, Any], given: Sequence[str], *, home: str, host
             values[key] = os.environ[key]
         else:
             values.pop(key, None)
-    values.setdefault("HOME", home)
-    return [f"{key}={value}" for key, value in values.items()]
+    if "HOME" not in values:
+        values["HOME"] = check_text(home, "the home directory in the sandbox's /etc/passwd")
+    return [check_text(f"{key}={value}", "the variable") for key, value in values.items()]
