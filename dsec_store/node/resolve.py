@@ -76,6 +76,8 @@ class Resolver:
         if reference.host is None:
             digest = reference.digest or self._store.get_ref(reference.name, reference.version)
             data = self._checked(self._store.read(digest), digest, argument.reference)
+        elif reference.digest is not None:  # what it names never changes: no need to ask again
+            data = self._small(reference.digest, 0, reference, plain_http, manifest=True)
         else:
             data = self._registries.manifest(reference, plain_http)
         with naming(argument.reference):

@@ -258,3 +258,18 @@ def test_an_environment_that_says_other_kinds_than_its_layers_have_is_refused(pu
             node.mount(request("lie:1"))
     finally:
         node.close()
+
+
+def test_a_reference_by_digest_is_mounted_again_without_the_registry(
+    make_node: MakeNode, registry: HostileRegistry, publisher: Home, tmp_path: Path
+) -> None:
+    digest = LayerStore(publisher).resolve(parse_reference("base:1")).digest
+    node = make_node()
+    by_digest = f"{registry.host}/base@{digest}"
+    with mounting(node, tmp_path / "at", by_digest) as at:
+        assert (at.path / "hello").read_text() == "from the base\n"
+    registry.set(ANY, status(503))
+    with mounting(node, tmp_path / "at", by_digest) as at:
+        assert (at.path / "hello").read_text() == "from the base\n"
+    with pytest.raises(DsecError, match="503"):
+        node.mount(request(f"{registry.host}/base:1"))
