@@ -113,7 +113,8 @@ def _packs(stage: Stage, builder: Path, report: Report) -> None:
     dsec.start_node()
     store = LayerStore(home)
     chains: dict[str, list[EnvironmentLayer]] = {}
-    for name, base in (("on a base of 710 MB", BASE), ("on a base of 1 MB", SMALL_BASE)):
+    for base in (BASE, SMALL_BASE):
+        name = f"on a base of {dsec.json('layer', 'show', base)['sizes']['data'] / 1e6:,.0f} MB"
         mounted, fd = _mounted(home, [base, WORKSPACE, TOOLKIT])
         os.close(fd)
         NodeClient(home).release(mounted.id)

@@ -62,7 +62,7 @@ def run(stage: Stage, builder: Path) -> Report:
     dsec.stop_node()
     for name, series in results.items():
         print(f"  {name}: ready {series['ready'].show(1000)} ms, all over {series['end'].show(1000)} ms")
-        report.record(name, series, environment="3 layers, 720 MB, whole on disk", cold="nothing")
+        report.record(name, series, environment="the demo's three layers, whole on disk", cold="nothing")
     inside, crun_alone = results["dsec run, in-process"]["ready"].median, results["bare crun"]["ready"].median
     report.goal("ready from the shell", results["dsec run, from the shell"]["ready"].median * 1000, 150, "ms")
     report.goal("ready in-process against bare crun", inside / crun_alone, 1.5, "×")
@@ -120,7 +120,7 @@ def _far(stage: Stage, report: Report) -> None:
     for name, series in results.items():
         shown = [f"{what} {series[what].show(1, 2)} s" for what in ("ready", "first", "last")]
         print(f"  {name}: {', '.join(shown)}, {series['link_bytes'].show(1e-6)} MB, CPU {series['cpu'].show()} s")
-        report.record(name, series, cold=COLD, environment="3 layers, 720 MB")
+        report.record(name, series, cold=COLD, environment="the demo's three layers")
     ours, theirs = results["far, dsec"], results["far, download"]
     sooner = theirs["first"].median / ours["first"].median
     report.goal("first result sooner than by download", sooner, 3, "×", at_least=True)
