@@ -1,4 +1,4 @@
-"""The chunk table: for each 256 KiB of a data blob its sha256, and where its stored bytes lie (formats/dsec.md §2).
+"""The chunk table: for each 256 KiB of a data blob its sha256, and where its stored bytes lie (docs/formats.md §2).
 
 Little-endian. Header of 64 bytes, then one record of 48 bytes a chunk. The records stay one ``bytes`` object, so that a
 table of a large layer costs its size and no more; they are all checked once, when the table is made.

@@ -1,4 +1,4 @@
-"""The config of a layer: canonical JSON whose sha256 is the layer's id (formats/dsec.md §1).
+"""The config of a layer: canonical JSON whose sha256 is the layer's id (docs/formats.md §1).
 
 It says what the layer is, not how its data is stored, so compressing a layer in another way does not change its id. It
 holds no time and no host name: equal input gives an equal id.

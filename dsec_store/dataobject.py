@@ -1,4 +1,4 @@
-"""The data object of a layer: one zstd frame a chunk, then the seek table (formats/dsec.md §3).
+"""The data object of a layer: one zstd frame a chunk, then the seek table (docs/formats.md §3).
 
 The seek table is that of zstd's seekable format (contrib/seekable_format in zstd's source), in a skippable frame, so
 that plain ``zstd -d`` restores the data blob and other seekable readers can use the object.

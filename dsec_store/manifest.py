@@ -1,4 +1,4 @@
-"""Layers and environments as OCI artifacts (formats/dsec.md §1 and §4): building and strict parsing.
+"""Layers and environments as OCI artifacts (docs/formats.md §1 and §4): building and strict parsing.
 
 A manifest's digest is that of its bytes, so a parsed manifest is never written again: whoever copies it copies the
 bytes.

@@ -1,4 +1,4 @@
-"""Sandbox ids ``<edge>-<ulid>`` and command ids ``<ulid>`` (formats/dsec.md §10).
+"""Sandbox ids ``<edge>-<ulid>`` and command ids ``<ulid>`` (docs/formats.md §10).
 
 A ULID is 48 bits of milliseconds and 80 random ones in Crockford's base 32, here in lower case, so that an id is
 also a host name.

@@ -1,4 +1,4 @@
-"""The record of a command (formats/dsec.md §10): what ran, how it ended, and the two ends of what it printed.
+"""The record of a command (docs/formats.md §10): what ran, how it ended, and the two ends of what it printed.
 
 ``stdout`` and ``stderr`` are ``{"total", "head", "tail", "dropped"}``: ``total`` and ``dropped`` count bytes;
 ``head`` is base64 of the bytes from offset 0, ``tail`` of the bytes up to ``total``, so every kept byte has its

@@ -23,7 +23,7 @@ from dsec_store.chunks import (
 from dsec_store.errors import IntegrityError
 
 DIGEST = hashlib.sha256(b"chunk").digest()
-# magic, version, chunk size, data size, count, encoding: byte offsets of formats/dsec.md §2
+# magic, version, chunk size, data size, count, encoding: byte offsets of docs/formats.md §2
 MAGIC_AT, VERSION_AT, CHUNK_SIZE_AT, DATA_SIZE_AT, COUNT_AT, ENCODING_AT, ZERO_AT = 0, 8, 12, 16, 24, 32, 36
 
 
