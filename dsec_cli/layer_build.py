@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import click
 
 from dsec_cli.output import human_size, print_json
+from dsec_cli.progress import build_bar
 from dsec_store.media import KINDS
 
 
@@ -70,7 +67,7 @@ def command(
         raise click.UsageError(f"--env, --workdir, --user, --entrypoint and --cmd are for --kind base, not {kind}")
     parsed = parse_reference(reference)
     local_tag(parsed)
-    with progress_bar(f"building {parsed}") as progress:
+    with build_bar(f"building {parsed}") as progress:
         built = build_layer(
             LayerStore(Home.default()),
             Path(source),
@@ -97,27 +94,3 @@ def _words(option: str, text: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise click.UsageError(f"{option} {text}: {error}") from error
-
-
-@contextmanager
-def progress_bar(title: str) -> Iterator[Callable[[str, int], None] | None]:
-    """A bar on stderr for the events of a build; None when stderr is not a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None)
-
-        def progress(what: str, amount: int) -> None:
-            if what == "total":
-                bar.update(task, total=amount)
-            elif what == "data":
-                bar.advance(task, amount)
-            elif what == "publish":  # holes and repeated contents were never written
-                bar.update(task, description="syncing to disk", completed=bar.tasks[task].total or 0)
-
-        yield progress

@@ -6,8 +6,9 @@ from dataclasses import asdict
 
 import click
 
-from dsec_cli.layer_push import to_json, transfer_bar
+from dsec_cli.layer_push import to_json
 from dsec_cli.output import human_size, print_json
+from dsec_cli.progress import transfer_bar
 
 
 @click.command("pull")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import click
 
 from dsec_cli.output import human_size, print_json
+from dsec_cli.progress import transfer_bar
 
 
 @click.command("push")
@@ -44,18 +42,3 @@ def command(reference: str, target: str, plain_http: bool, as_json: bool) -> Non
 def to_json(result: dict[str, Any]) -> dict[str, Any]:
     """The fields of a transfer under the names of the other commands."""
     return {"id": result.pop("id"), "manifest": result.pop("digest"), "kind": result.pop("kind"), **result}
-
-
-@contextmanager
-def transfer_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr for bytes done and in total; None when stderr is not a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -23,18 +23,17 @@ def command(name: str, reference: str, plain_http: bool, as_json: bool) -> None:
 
     The layers below are named, not read: only the changes cost time.
     """
-    from runtimes.sandboxes import open_finished
-
-    from dsec_cli.layer_build import progress_bar
+    from dsec_cli.progress import build_bar
     from dsec_store.home import Home
     from dsec_store.layers.packdiff import layer_of_mount, pack_diff
     from dsec_store.layers.store import LayerStore, local_tag
     from dsec_store.refs import parse_reference
+    from runtimes.sandboxes import open_finished
 
     target = parse_reference(reference)
     local_tag(target.local())
     home = Home.default()
-    with open_finished(home, name) as sandbox, progress_bar(f"packing {name}") as progress:
+    with open_finished(home, name) as sandbox, build_bar(f"packing {name}") as progress:
         store = LayerStore(home)
         layers = [layer_of_mount(store, layer) for layer in sandbox.layers]
         packed = pack_diff(store, sandbox.upper, layers, target if target.host is None else None, progress)
@@ -53,7 +52,7 @@ def command(name: str, reference: str, plain_http: bool, as_json: bool) -> None:
 
 def _push(store: LayerStore, digest: str, target: Reference, plain_http: bool) -> None:
     """Copy the packed environment to its registry; it stays in the local store, so that nothing is lost with a link."""
-    from dsec_cli.layer_push import transfer_bar
+    from dsec_cli.progress import transfer_bar
     from dsec_store.errors import RegistryError
     from dsec_store.refs import Reference
     from dsec_store.registry.transfer import push

@@ -167,6 +167,21 @@ class _Planned:
     """All of it is here, and was read."""
 
 
+def _find_missing(plan: Iterable[_Planned], counter: _Counter, has: Callable[[_Planned, Descriptor], bool]) -> None:
+    """Ask once for each blob whether the other side has it, and note those that it lacks."""
+    seen: set[str] = set()
+    for layer in plan:
+        for blob in layer.manifest.blobs():
+            if blob.digest in seen:
+                continue
+            seen.add(blob.digest)
+            if has(layer, blob):
+                counter.present(blob.size)
+            else:
+                layer.missing.append(blob)
+                counter.total += blob.size
+
+
 def _host(reference: Reference) -> str:
     if reference.host is None:
         raise ReferenceInvalid(f"{reference} names no registry, expected HOST[:PORT]/NAME:TAG")
@@ -214,17 +229,11 @@ def _push(
         _check_claims(root, plan)
         result = _result(root, digest, [layer.manifest.layer_id for layer in plan])
         counter = _Counter(result, 0, progress)
-        seen: set[str] = set()
-        for layer in plan:
-            for blob in layer.manifest.blobs():
-                if blob.digest in seen:
-                    continue
-                seen.add(blob.digest)
-                if client.blob_size(target.name, blob.digest) == blob.size or _mounted(client, target, layer, blob):
-                    counter.present(blob.size)
-                else:
-                    layer.missing.append(blob)
-                    counter.total += blob.size
+
+        def has(layer: _Planned, blob: Descriptor) -> bool:
+            return client.blob_size(target.name, blob.digest) == blob.size or _mounted(client, target, layer, blob)
+
+        _find_missing(plan, counter, has)
         for layer in plan:
             for blob in layer.missing:
                 content = _sender(counter, layer.origin, blob)
@@ -327,17 +336,7 @@ def _pull(
         _check_claims(root, plan)
         result = _result(root, digest, [layer.manifest.layer_id for layer in plan])
         counter = _Counter(result, 0, progress)
-        seen: set[str] = set()
-        for layer in plan:
-            for blob in layer.manifest.blobs():
-                if blob.digest in seen:
-                    continue
-                seen.add(blob.digest)
-                if layer.whole or store.backend.sound(blob.digest, blob.size):
-                    counter.present(blob.size)
-                else:
-                    layer.missing.append(blob)
-                    counter.total += blob.size
+        _find_missing(plan, counter, lambda layer, blob: layer.whole or store.backend.sound(blob.digest, blob.size))
         layers = [_pull_layer(store, layer, counter) for layer in plan]
         if isinstance(root, EnvironmentIndex):
             _check_environment(root, layers)
