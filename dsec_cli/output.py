@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from dsec_linux.standard import fill_standard_descriptors
+
 
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are called; the table gives the help line without an import."""
@@ -46,16 +48,8 @@ def fail(message: str, code: int = 1) -> None:
 
 
 def open_streams() -> None:
-    """Put /dev/null in the place of standard streams that the caller closed.
-
-    Without it, the next file opened gets the number, and a line of a child process ends up in a blob.
-    """
-    for fd in (0, 1, 2):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number
-            os.set_inheritable(fd, True)
+    """Put /dev/null in the place of standard streams that the caller closed, also as Python's streams."""
+    fill_standard_descriptors()
     if sys.stdin is None:
         sys.stdin = open(0)  # noqa: SIM115
     if sys.stdout is None:

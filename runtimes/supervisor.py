@@ -22,6 +22,7 @@ import time
 
 from dsec_linux.cgroups import Cgroup, CgroupLayout
 from dsec_linux.process import pidfd_send_signal
+from dsec_linux.standard import fill_standard_descriptors
 from dsec_store.errors import DsecError, NodeError
 from dsec_store.node.client import NodeClient
 from dsec_store.node.protocol import LayerArg, MountRequest
@@ -133,7 +134,7 @@ class _Run:
         self.record = CommandRecord("")
         self._code: int | None = None
         self._message: str | None = None
-        _open_standard_descriptors()
+        fill_standard_descriptors()
         self._signals = Signals()
         self._sandbox: Sandbox | None = None
         self._node: Node | None = None
@@ -588,15 +589,3 @@ class _Run:
 def _pid_of(pidfd: int) -> int:
     with open(f"/proc/self/fdinfo/{pidfd}") as file:
         return next((int(line.split()[1]) for line in file if line.startswith("Pid:")), 0)
-
-
-def _open_standard_descriptors() -> None:
-    """A caller may have closed some: then what we open would become our stdout."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
-            if number and null != number:
-                os.dup2(null, number)
-                os.close(null)
